@@ -1,0 +1,93 @@
+# `make demo` and `make test` work from a fresh clone; `make help` lists the rest.
+# Each environment is a folder made once; its stamp is older than pyproject.toml after a change there, and then it is brought up to date.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+VENV_OLDEST ?= .venv-oldest
+VENV_TORCH ?= .venv-torch
+PYTHON ?=
+PYTHON_OLDEST ?=
+PYTHON_TORCH ?=
+# pip's own settings (index, find-links) decide whether this is the CPU build or a CUDA one of several GB.
+TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers==5.24.0
+# Test processes: each holds a JAX with 8 virtual devices, so more than 8 do not pay.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+PYTEST_ARGS ?=
+
+PIP = -m pip install --quiet --disable-pip-version-check
+PYTEST = -m pytest -q -n $(JOBS) --dist worksteal
+PROMPT ?= And the woman said unto the serpent,
+
+# Fewer comparison cases than these means that a part of the tests vanished unnoticed.
+MIN_CASES ?= 1
+MIN_CASES_FULL ?= 1
+MIN_CASES_OLDEST ?= 1
+MIN_CASES_PYTORCH ?= 1
+# What also runs on the oldest jax: each block kind, each implementation and the program.
+OLDEST_TESTS ?= tests
+
+.PHONY: help demo test test-full test-oldest test-pytorch check wheel clean
+
+help:
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
+
+demo: $(VENV)/.installed ## set up .venv and write text with the shipped model, tensor parallel over 4 devices, sums deferred
+	$(VENV)/bin/nemotron-jax generate --prompt "$(PROMPT)" --max-new-tokens 48 --tensor-parallel 4 --fusion all/gather
+
+test: $(VENV)/.installed-dev ## set up .venv and run the default tests (CPU, under 15 minutes on 2 cores)
+	$(VENV)/bin/python $(PYTEST) --min-cases $(MIN_CASES) $(PYTEST_ARGS)
+
+test-full: $(VENV)/.installed-dev ## every case of the grids, and the slow tests
+	$(VENV)/bin/python $(PYTEST) --full --min-cases $(MIN_CASES_FULL) $(PYTEST_ARGS)
+
+test-oldest: $(VENV_OLDEST)/.installed ## a subset of the tests on the oldest supported jax
+	$(VENV_OLDEST)/bin/python $(PYTEST) --min-cases $(MIN_CASES_OLDEST) $(OLDEST_TESTS) $(PYTEST_ARGS)
+
+test-pytorch: $(VENV)/.installed-dev $(VENV_TORCH)/.installed ## compare with PyTorch live, in its own Python 3.11 environment
+	$(VENV)/bin/python -m pytest -q tests/pytorch --torch-python $(VENV_TORCH)/bin/python --min-cases $(MIN_CASES_PYTORCH) $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-dev ## lint and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+wheel: $(VENV)/.installed-dev ## build dist/*.whl
+	rm -rf dist
+	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+clean: ## remove the environments and build outputs
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_TORCH) build dist *.egg-info
+
+# A folder left by an interrupted set-up has no stamp: it is made anew.
+$(VENV)/.installed: pyproject.toml
+	@echo "Setting up $(VENV) (one to three minutes the first time)"
+	[ -e $@ ] || rm -rf $(VENV)
+	python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.14 3.13 3.12); \
+	  [ -x $(VENV)/bin/python ] || "$$python" -m venv $(VENV)
+	$(VENV)/bin/python $(PIP) --editable .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Adding the test tools to $(VENV)"
+	$(VENV)/bin/python $(PIP) --editable '.[dev]'
+	touch $@
+
+# The oldest jax and flax that pyproject.toml admits, on the oldest Python.
+$(VENV_OLDEST)/.installed: pyproject.toml
+	@echo "Setting up $(VENV_OLDEST)"
+	[ -e $@ ] || rm -rf $(VENV_OLDEST)
+	python="$(PYTHON_OLDEST)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.13 3.14); \
+	  [ -x $(VENV_OLDEST)/bin/python ] || "$$python" -m venv $(VENV_OLDEST)
+	$(VENV_OLDEST)/bin/python $(PIP) --editable '.[dev]' jax==0.11.2 jaxlib==0.11.2 flax==0.12.10 orbax-checkpoint==0.12.4
+	touch $@
+
+$(VENV_TORCH)/.installed: pyproject.toml
+	@echo "Setting up $(VENV_TORCH)"
+	[ -e $@ ] || rm -rf $(VENV_TORCH)
+	python="$(PYTHON_TORCH)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.11 3.12 3.13); \
+	  [ -x $(VENV_TORCH)/bin/python ] || "$$python" -m venv $(VENV_TORCH)
+	$(VENV_TORCH)/bin/python $(PIP) '$(TORCH)' '$(TRANSFORMERS)' safetensors numpy
+	touch $@
