@@ -61,12 +61,15 @@ wheel: $(VENV)/.installed-dev ## build dist/*.whl
 clean: ## remove the environments and build outputs
 	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_TORCH) build dist *.egg-info
 
-# A folder left by an interrupted set-up has no stamp: it is made anew.
+# Makes the environment $(1) unless it is there and works; $(2) is a Python given by hand, $(3) the versions to look for.
+define make_env
+	$(1)/bin/python -m pip --version >/dev/null 2>&1 || { \
+	  python="$(2)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh $(3)); "$$python" -m venv --clear $(1); }
+endef
+
 $(VENV)/.installed: pyproject.toml
 	@echo "Setting up $(VENV) (one to three minutes the first time)"
-	[ -e $@ ] || rm -rf $(VENV)
-	python="$(PYTHON)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.14 3.13 3.12); \
-	  [ -x $(VENV)/bin/python ] || "$$python" -m venv $(VENV)
+	$(call make_env,$(VENV),$(PYTHON),3.14 3.13 3.12)
 	$(VENV)/bin/python $(PIP) --editable .
 	touch $@
 
@@ -78,16 +81,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 # The oldest jax and flax that pyproject.toml admits, on the oldest Python.
 $(VENV_OLDEST)/.installed: pyproject.toml
 	@echo "Setting up $(VENV_OLDEST)"
-	[ -e $@ ] || rm -rf $(VENV_OLDEST)
-	python="$(PYTHON_OLDEST)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.12 3.13 3.14); \
-	  [ -x $(VENV_OLDEST)/bin/python ] || "$$python" -m venv $(VENV_OLDEST)
+	$(call make_env,$(VENV_OLDEST),$(PYTHON_OLDEST),3.12 3.13 3.14)
 	$(VENV_OLDEST)/bin/python $(PIP) --editable '.[dev]' jax==0.11.2 jaxlib==0.11.2 flax==0.12.10 orbax-checkpoint==0.12.4
 	touch $@
 
 $(VENV_TORCH)/.installed: pyproject.toml
 	@echo "Setting up $(VENV_TORCH)"
-	[ -e $@ ] || rm -rf $(VENV_TORCH)
-	python="$(PYTHON_TORCH)"; [ -n "$$python" ] || python=$$(scripts/find_python.sh 3.11 3.12 3.13); \
-	  [ -x $(VENV_TORCH)/bin/python ] || "$$python" -m venv $(VENV_TORCH)
+	$(call make_env,$(VENV_TORCH),$(PYTHON_TORCH),3.11 3.12 3.13)
 	$(VENV_TORCH)/bin/python $(PIP) '$(TORCH)' '$(TRANSFORMERS)' safetensors numpy
 	touch $@

@@ -62,7 +62,7 @@ def count_case(request: pytest.FixtureRequest):
 
 
 def _counting_tests_ran(session: pytest.Session) -> bool:
-    return any("count_case" in getattr(item, "fixturenames", ()) for item in session.items)
+    return any("count_case" in getattr(item, "fixturenames", ()) for item in getattr(session, "items", ()))
 
 
 @pytest.hookimpl(optionalhook=True)
