@@ -1,0 +1,155 @@
+"""The memory that the one-launch form `flags` keeps between calls.
+
+Every device owns
+    stage  [blocks, 2, world, rows, windows, 2, 128, slots]   packets that its peers write, see flags.py
+    epoch  [blocks]                                             how many calls each block has made
+
+The kernel itself counts its calls, in the memory of its own device. So nothing outside has to count along: an exception on
+the host, a change of shape, two models or two executables that take turns cannot put the devices out of step, as long as
+every device runs the same programs in the same order, which is what a jitted SPMD program is.
+
+Rules for the holder:
+* pass it through `jit` and `shard_map` as an argument (specs from `flags_state_specs`), never donate it, never copy it into a
+  new array and use both: the kernel writes into these very buffers, behind XLA's back;
+* calls that share one state must depend on one another, as the layers of a model do. XLA may run two independent kernels of
+  one CUDA graph at the same time, and these two would share a counter. Independent streams of calls take one state each.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.allreduce_rms_norm import layout
+
+MAX_BLOCKS = 128
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["stage", "epoch"],
+    meta_fields=["mesh_axes", "axis_name", "world", "max_tokens", "hidden", "dtype", "blocks"],
+)
+@dataclasses.dataclass(frozen=True)
+class FlagsState:
+    """Staging buffers and call counters of the `flags` form; a pytree of two arrays, sharded over every axis of the mesh.
+
+    Attributes:
+        stage: int32 [devices, ...], one slice per device of the mesh.
+        epoch: int32 [devices, blocks].
+        mesh_axes: names of the mesh's axes, in order.
+        axis_name: the axis that is summed over.
+        world: size of that axis.
+        max_tokens: the largest token count a call may have.
+        hidden: row length.
+        dtype: name of the partial's dtype.
+        blocks: thread blocks per call at most.
+    """
+
+    stage: jax.Array
+    epoch: jax.Array
+    mesh_axes: tuple[str, ...]
+    axis_name: str
+    world: int
+    max_tokens: int
+    hidden: int
+    dtype: str
+    blocks: int
+
+    @property
+    def rows(self) -> int:
+        """Rows that one block can take in one call."""
+        return max(1, -(-self.max_tokens // self.blocks))
+
+    def fault(self, *, tokens: int, hidden: int, dtype: jnp.dtype, world: int, max_blocks: int | None) -> str | None:
+        """Why a call of this shape does not fit into this state, or None."""
+        blocks = min(self.blocks, max_blocks or self.blocks)
+        if (hidden, jnp.dtype(dtype).name, world) != (self.hidden, self.dtype, self.world):
+            return (
+                f"the flags state was made for hidden {self.hidden}, {self.dtype} and {self.world} devices; "
+                f"this call has hidden {hidden}, {jnp.dtype(dtype).name} and {world} devices"
+            )
+        if tokens > blocks * self.rows:
+            return f"the flags state holds {blocks * self.rows} tokens with {blocks} blocks; this call has {tokens}"
+        return None
+
+
+def state_bytes(*, world: int, max_tokens: int, hidden: int, dtype: jnp.dtype, max_blocks: int | None = None) -> int:
+    """Bytes of device memory that `make_flags_state` takes on each device."""
+    blocks = min(max_blocks or MAX_BLOCKS, max(1, max_tokens))
+    rows = max(1, -(-max_tokens // blocks))
+    return 4 * (math.prod(_stage_shape(blocks, world, rows, hidden, jnp.dtype(dtype))) + blocks)
+
+
+def _stage_shape(blocks: int, world: int, rows: int, hidden: int, dtype: jnp.dtype) -> tuple[int, ...]:
+    return (blocks, 2, world, rows, layout.packet_words(hidden, dtype))
+
+
+def make_flags_state(
+    mesh: Mesh,
+    axis_name: str,
+    max_tokens: int,
+    hidden: int,
+    dtype: jax.typing.DTypeLike,
+    max_blocks: int | None = None,
+) -> FlagsState | None:
+    """Allocate the state of the `flags` form on every device of `mesh`; returns once all devices hold it, zeroed.
+
+    Args:
+        mesh: the mesh under which the kernel will run.
+        axis_name: the axis that is summed over. With one device on it no state is needed and None is returned.
+        max_tokens: the largest token count of a call.
+        hidden: row length, a multiple of 8, at least 128.
+        dtype: dtype of the partials: bfloat16, float16 or float32.
+        max_blocks: thread blocks per call at most; lower it when several ranks share one GPU.
+
+    Raises:
+        ValueError: an argument is out of range, or the axis is not one of the mesh's.
+    """
+    dtype = jnp.dtype(dtype)
+    faults = []
+    if axis_name not in mesh.axis_names:
+        faults.append(f"axis_name is {axis_name!r}; accepted: {', '.join(map(repr, mesh.axis_names))}")
+    if max_tokens < 1:
+        faults.append(f"max_tokens is {max_tokens}; accepted: 1 or more")
+    if hidden % layout.HIDDEN_MULTIPLE or hidden < layout.HIDDEN_MIN:
+        faults.append(f"hidden is {hidden}; accepted: multiples of {layout.HIDDEN_MULTIPLE} from {layout.HIDDEN_MIN}")
+    if dtype not in layout.DTYPES:
+        faults.append(f"dtype is {dtype}; accepted: bfloat16, float16, float32")
+    if max_blocks is not None and not 1 <= max_blocks <= MAX_BLOCKS:
+        faults.append(f"max_blocks is {max_blocks}; accepted: 1 to {MAX_BLOCKS}")
+    if faults:
+        raise ValueError("make_flags_state: " + "; ".join(faults))
+    world = mesh.shape[axis_name]
+    if world == 1:
+        return None
+    blocks = min(max_blocks or MAX_BLOCKS, max_tokens)
+    rows = -(-max_tokens // blocks)
+    axes = tuple(mesh.axis_names)
+    sharding = NamedSharding(mesh, PartitionSpec(axes))
+    shapes = ((mesh.size, *_stage_shape(blocks, world, rows, hidden, dtype)), (mesh.size, blocks))
+    zeros = jax.jit(lambda: tuple(jnp.zeros(shape, jnp.int32) for shape in shapes), out_shardings=(sharding, sharding))
+    stage, epoch = zeros()
+    # A peer may write into a stage as soon as its own program runs: nobody leaves before everybody's zeros are written.
+    ready = jax.jit(
+        jax.shard_map(
+            lambda s, e: jax.lax.psum(s[(slice(None),) + (0,) * (s.ndim - 1)] + e[:, 0], axes),
+            mesh=mesh,
+            in_specs=PartitionSpec(axes),
+            out_specs=PartitionSpec(),
+        )
+    )(stage, epoch)
+    if np.asarray(ready.addressable_shards[0].data).any():
+        raise RuntimeError("make_flags_state: freshly zeroed memory reads as non-zero")
+    return FlagsState(stage, epoch, axes, axis_name, world, max_tokens, hidden, dtype.name, blocks)
+
+
+def flags_state_specs(state: FlagsState | None) -> FlagsState | None:
+    """The partition specs of a state, as a pytree of its own shape, for `shard_map`'s in_specs."""
+    if state is None:
+        return None
+    return jax.tree.map(lambda _: PartitionSpec(state.mesh_axes), state)

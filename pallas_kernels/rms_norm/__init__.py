@@ -1,0 +1,5 @@
+"""Residual add + RMSNorm on one device."""
+
+from pallas_kernels.rms_norm.api import rms_norm
+
+__all__ = ["rms_norm"]
