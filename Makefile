@@ -18,7 +18,7 @@ TRANSFORMERS ?= transformers==5.24.0
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 PYTEST_ARGS ?=
 
-PIP = -m pip install --quiet --disable-pip-version-check
+PIP = -m pip install --quiet --quiet --disable-pip-version-check
 PYTEST = -m pytest -q -n $(JOBS) --dist worksteal
 PROMPT ?= And the woman said unto the serpent,
 
@@ -56,7 +56,7 @@ check: $(VENV)/.installed-dev ## lint and types
 
 wheel: $(VENV)/.installed-dev ## build dist/*.whl
 	rm -rf dist
-	$(VENV)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(VENV)/bin/python -m pip wheel --quiet --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean: ## remove the environments and build outputs
 	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_TORCH) build dist *.egg-info
