@@ -109,8 +109,7 @@ _WRAPPER_NOTE = "wrapped_by"
 
 # The fields that block_configs may set for one layer: nothing that the stream between the layers depends on.
 OVERRIDABLE = {
-    MAMBA: ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size",
-            "time_step_limit"),
+    MAMBA: ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size"),
     ATTENTION: ("num_attention_heads", "num_key_value_heads", "head_dim"),
     MLP: ("intermediate_size",),
     MOE: ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
@@ -451,9 +450,10 @@ class NemotronHConfig:
         if not self.num_nextn_predict_layers:
             del d["mtp_hybrid_override_pattern"]
         if not self.num_attention_heads:
-            d.pop("num_key_value_heads", None)
-            d.pop("head_dim", None)
-        else:
+            for name in ("num_key_value_heads", "head_dim"):
+                if not d[name]:
+                    del d[name]
+        if "head_dim" in d:
             d["attention_head_dim"] = self.head_dim
         d["norm_eps"] = d["rms_norm_eps"] = self.layer_norm_epsilon
         d["torch_dtype"] = self.dtype
@@ -501,16 +501,15 @@ def _is_number(value: Any) -> bool:
 
 
 def _finite_or_infinite(value: float) -> float:
-    return math.inf if value > _INFINITE_ABOVE else float(value)
+    if abs(value) > _INFINITE_ABOVE:
+        return math.inf if value > 0 else -math.inf
+    return float(value)
 
 
 def _accepted_overrides(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that one entry of block_configs sets. Null sets nothing."""
-    return {
-        key: tuple(value) if key == "time_step_limit" else value
-        for key, value in entry.items()
-        if value is not None and key != "block_type" and any(key in keys for keys in OVERRIDABLE.values())
-    }
+    fields = [field for kind in OVERRIDABLE.values() for field in kind]
+    return {key: value for key, value in entry.items() if value is not None and key in fields}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -552,9 +551,9 @@ def _read(d: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
     if values["moe_latent_size"] == 0:
         values["moe_latent_size"] = None
 
-    for name in ("block_configs", "mtp_block_configs"):
-        values[name] = _read_blocks(rest.pop(name, None), name, faults)
-    _read_patterns(rest, values, faults)
+    values["block_configs"] = _read_blocks(rest.pop("block_configs", None), "block_configs", faults)
+    parts = _read_layers(rest, values, faults)
+    _read_mtp(rest, values, parts, stated=d.get("num_nextn_predict_layers") is not None, faults=faults)
     _read_widths(values, faults)
     _read_attention_sizes(d, values, faults)
     values["extra"] = freeze(rest)
@@ -615,7 +614,7 @@ def _read_float(value: Any) -> float | None:
 
 
 def _read_limit(value: Any, name: str, faults: list[str]) -> Any:
-    accepted = "two numbers [low, high] with 0 <= low <= high and high > 0; high may be Infinity"
+    accepted = "two numbers [low, high]; high may be Infinity"
     bounds = [_read_float(bound) for bound in value] if isinstance(value, list | tuple) else []
     if len(bounds) != 2 or any(bound is None for bound in bounds):
         faults.append(f"{name}: found {value!r}; accepted: {accepted}")
@@ -629,19 +628,7 @@ def _read_blocks(value: Any, name: str, faults: list[str]) -> Any:
     if not isinstance(value, list | tuple) or not all(isinstance(entry, Mapping) for entry in value):
         faults.append(f"{name}: found {value!r:.80}; accepted: a list with one mapping per layer")
         return _BAD
-    blocks = []
-    for entry in value:
-        entry = dict(entry)
-        if entry.get("time_step_limit") is not None:
-            entry["time_step_limit"] = _read_limit(entry["time_step_limit"], f"{name}: time_step_limit", faults)
-            if entry["time_step_limit"] is _BAD:
-                del entry["time_step_limit"]
-        # An infinite bound is kept as the number: this entry is compared with fields, not only written back.
-        frozen = FrozenMapping({k: v for k, v in entry.items() if k != "time_step_limit"})
-        if entry.get("time_step_limit") is not None:
-            frozen._items["time_step_limit"] = entry["time_step_limit"]
-        blocks.append(frozen)
-    return tuple(blocks)
+    return tuple(map(FrozenMapping, value))
 
 
 def _letters(value: Any, name: str, faults: list[str]) -> list[str] | None:
@@ -686,65 +673,65 @@ def _block_letters(blocks: Any, name: str, faults: list[str]) -> list[str] | Non
     return _letters([entry.get("block_type") for entry in blocks], f"block_type of {name}", faults)
 
 
-def _read_patterns(rest: dict[str, Any], values: dict[str, Any], faults: list[str]) -> None:
+def _read_layers(rest: dict[str, Any], values: dict[str, Any], faults: list[str]) -> list[str]:
+    """Fills the pattern from whatever names it. Returns the MTP steps that followed it after '/'."""
     before = len(faults)
-    main: dict[str, str] = {}
-    mtp: dict[str, str] = {}
-    steps: dict[str, int] = {}
-
-    def add_steps(name: str, parts: list[str]) -> None:
-        parts = [part for part in parts if part]
-        if parts and len(set(parts)) > 1:
-            faults.append(f"{name}: found MTP steps {parts}; accepted: the same layers in every step")
-        elif parts:
-            mtp[name] = parts[0]
-            steps[name] = len(parts)
-
+    found: dict[str, str] = {}
+    steps: list[str] = []
     for name in _PATTERN_KEYS:
         value = rest.pop(name, None)
-        parts = _letters(value, name, faults) if value not in (None, "", [], ()) else None
-        if parts:
-            main[name] = parts[0]
-            add_steps(name, parts[1:])
+        if value in (None, "", [], ()):
+            continue
+        if parts := _letters(value, name, faults):
+            found[name] = parts[0]
+            steps = [part for part in parts[1:] if part] or steps
     if parts := _block_letters(values["block_configs"], "block_configs", faults):
-        main["block_configs"] = parts[0]
-
-    declared = values["num_nextn_predict_layers"]
-    stated = _is_int(declared) and rest.get("num_nextn_predict_layers", declared) is not None
-    count = max(steps.values(), default=0)
-    if not (_is_int(declared) and declared == 0 and not count):
-        for name in _MTP_PATTERN_KEYS:
-            value = rest.pop(name, None)
-            parts = _letters(value, name, faults) if value not in (None, "", [], ()) else None
-            if parts:
-                add_steps(name, parts)
-                if len([part for part in parts if part]) == 1:
-                    del steps[name]  # one part says what a step is, not how many there are
-        if parts := _block_letters(values["mtp_block_configs"], "mtp_block_configs", faults):
-            mtp["mtp_block_configs"] = parts[0]
-        count = max(steps.values(), default=0)
-        if not declared and count and stated:
-            values["num_nextn_predict_layers"] = declared = count
-        if count and _is_int(declared) and declared != count:
-            faults.append(f"num_nextn_predict_layers: found {declared}, but the pattern has {count} steps; accepted: equal")
-        pattern = _agreeing(mtp, "mtp_hybrid_override_pattern", faults)
-        values["mtp_hybrid_override_pattern"] = pattern if pattern or mtp else ATTENTION + MOE
-    elif values["mtp_block_configs"]:
-        # No steps: the list says nothing about the model; it is only kept.
-        rest["mtp_block_configs"] = thaw(values["mtp_block_configs"]) if values["mtp_block_configs"] is not _BAD else []
-        values["mtp_block_configs"] = ()
-
-    pattern = _agreeing(main, "hybrid_override_pattern", faults)
-    if not main and len(faults) == before:
+        found["block_configs"] = parts[0]
+    pattern = _agreeing(found, "hybrid_override_pattern", faults)
+    if not found and len(faults) == before:
         faults.append(f"hybrid_override_pattern: found nothing; accepted: letters M * - E, or one of {_PATTERN_KEYS[1:]}")
-    values["hybrid_override_pattern"] = pattern if main and pattern is not _BAD else _BAD
+    values["hybrid_override_pattern"] = pattern if found else _BAD
 
     layers = rest.pop("num_hidden_layers", None)
     if layers is not None and not (_is_int(layers) and layers > 0):
         faults.append(f"num_hidden_layers: found {layers!r}; accepted: a positive integer, null or nothing")
-    elif layers is not None and main and pattern is not _BAD and layers != len(pattern):
-        names = " and ".join(main)
-        faults.append(f"num_hidden_layers: found {layers}, but {names} has {len(pattern)} layers; accepted: equal")
+    elif layers is not None and isinstance(pattern, str) and found and layers != len(pattern):
+        faults.append(
+            f"num_hidden_layers: found {layers}, but {' and '.join(found)} has {len(pattern)} layers; accepted: equal"
+        )
+    return steps
+
+
+def _read_mtp(
+    rest: dict[str, Any], values: dict[str, Any], steps: list[str], *, stated: bool, faults: list[str]
+) -> None:
+    """Fills the MTP fields. `steps` came with the main pattern; `stated`: the file gives a number of steps."""
+    if not stated:
+        values["num_nextn_predict_layers"] = len(steps)
+    count = values["num_nextn_predict_layers"]
+    if count == 0 and not steps:
+        return  # a list without steps (transformers 5 always writes one) says nothing: it stays in `extra`
+    found = {f"hybrid_override_pattern, step {i}": step for i, step in enumerate(steps)}
+    if steps and _is_int(count) and count != len(steps):
+        faults.append(
+            f"num_nextn_predict_layers: found {count}, but hybrid_override_pattern has {len(steps)} steps after '/'; "
+            "accepted: equal"
+        )
+    for name in _MTP_PATTERN_KEYS:
+        value = rest.pop(name, None)
+        if value in (None, "", [], ()):
+            continue
+        parts = [part for part in _letters(value, name, faults) or () if part]
+        found |= {f"{name}, step {i}" if i else name: part for i, part in enumerate(parts)}
+        if len(parts) > 1 and _is_int(count) and count != len(parts):
+            faults.append(
+                f"num_nextn_predict_layers: found {count}, but {name} has {len(parts)} steps; accepted: equal"
+            )
+    blocks = _read_blocks(rest.pop("mtp_block_configs", None), "mtp_block_configs", faults)
+    if parts := _block_letters(blocks, "mtp_block_configs", faults):
+        found["mtp_block_configs"] = parts[0]
+    values["mtp_block_configs"] = blocks
+    values["mtp_hybrid_override_pattern"] = _agreeing(found, "mtp_hybrid_override_pattern", faults) or ATTENTION + MOE
 
 
 def _read_widths(values: dict[str, Any], faults: list[str]) -> None:
@@ -860,9 +847,35 @@ def _faults(values: Mapping[str, Any]) -> list[str]:
                         "nothing when num_nextn_predict_layers is 0")  # fmt: skip
             check.where("mtp_block_configs", values["mtp_block_configs"] == (),
                         "nothing when num_nextn_predict_layers is 0")  # fmt: skip
+    _check_unused(check)
     if isinstance(values["extra"], Mapping):
         check.faults += _extra_faults(values["extra"], _has(values, ATTENTION))
     return list(dict.fromkeys(check.faults))
+
+
+def _check_unused(check: _Check) -> None:
+    """Values of block kinds that the pattern does not hold must at least be of their type."""
+    reported = {fault.split(":")[0] for fault in check.faults}
+    for name in (*_SIZES, "num_key_value_heads", "head_dim", "n_groups", "conv_kernel", "chunk_size",
+                 "n_shared_experts", "n_group", "topk_group"):  # fmt: skip
+        if name not in reported:
+            check.where(name, _is_int(check.values[name]) and check.values[name] >= 0, "an integer, 0 or more")
+    latent = check.values["moe_latent_size"]
+    if "moe_latent_size" not in reported:
+        check.where("moe_latent_size", latent is None or (_is_int(latent) and latent > 0), "a positive integer or null")
+    for name in ("mamba_hidden_act", "mlp_hidden_act"):
+        check.where(name, isinstance(check.values[name], str), "a name")
+    if "routed_scaling_factor" not in reported:
+        check.number("routed_scaling_factor", lambda x: True, "a number")
+    if "time_step_limit" not in reported:
+        _check_limit(check)
+
+
+def _check_limit(check: _Check) -> None:
+    limit = check.values["time_step_limit"]
+    good = isinstance(limit, tuple) and len(limit) == 2 and all(map(_is_number, limit))
+    good = good and 0 <= limit[0] < _INFINITE_ABOVE and limit[0] <= limit[1] and limit[1] > 0
+    check.where("time_step_limit", good, "two numbers [low, high], 0 <= low <= high, low finite and high > 0")
 
 
 def _check_tokens(check: _Check) -> None:
@@ -937,10 +950,7 @@ def _check_mamba(check: _Check) -> None:
         check.where("n_groups", v["mamba_num_heads"] % v["n_groups"] == 0,
                     f"a divisor of mamba_num_heads {v['mamba_num_heads']}")  # fmt: skip
     check.one_of("mamba_hidden_act", ("silu", "swish"))
-    limit = v["time_step_limit"]
-    good = isinstance(limit, tuple) and len(limit) == 2 and all(map(_is_number, limit))
-    good = good and 0 <= limit[0] < math.inf and limit[0] <= limit[1] and limit[1] > 0
-    check.where("time_step_limit", good, "two numbers [low, high], 0 <= low <= high, low finite and high > 0")
+    _check_limit(check)
 
 
 def _check_attention(check: _Check) -> None:
@@ -1048,11 +1058,10 @@ class Preset:
 
 def _load_presets() -> Mapping[str, Preset]:
     presets = {}
-    for file in sorted((Path(__file__).parent / "presets").glob("*.json")):
+    for file in (Path(__file__).parent / "presets").glob("*.json"):
         d = json.loads(file.read_text(encoding="utf-8"))
-        d |= {"hub_ids": tuple(d["hub_ids"]), "config": freeze(d["config"])}
-        presets[d["name"]] = Preset(**d)
-    return presets
+        presets[file.stem] = Preset(**d | {"hub_ids": tuple(d["hub_ids"]), "config": freeze(d["config"])})
+    return dict(sorted(presets.items(), key=lambda item: item[1].parameters))
 
 
 PRESETS: Mapping[str, Preset] = _load_presets()
