@@ -1,0 +1,214 @@
+"""Mamba-2 block ("M"): causal convolution, selective state space with scalar decay per head, gated grouped RMSNorm.
+
+Letters (glossary in model.py): b batch, t tokens, c chunks, l and s positions in a chunk, m heads, p head_dim, g groups,
+r heads of a group, e state size. State of a head: S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T, output y_t = S_t C_t + D x_t.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from nemotron_jax.cache import MambaCache, Rows
+from nemotron_jax.config import NemotronHConfig
+from nemotron_jax.layers.linear import project, weight
+from nemotron_jax.sharding import Axis, Layout, Section, cut_rows, rank, row_parallel_bias, sum_over, vary_like
+
+HIGHEST = lax.Precision.HIGHEST
+
+
+class Mamba(nnx.Module):
+    """Heads and B/C groups cut over the tensor axis, section by section; out_proj leaves a summand on each rank.
+
+    With fewer groups than ranks, neighbouring ranks hold the same group's B and C, and one norm group spans them.
+    """
+
+    def __init__(self, config: NemotronHConfig, prefix: str, *, axis: Axis, dtype):
+        d, inner, heads = config.hidden_size, config.inner_size, config.mamba_num_heads
+        groups, bc = config.n_groups, config.n_groups * config.ssm_state_size
+        tp, bc_parts = axis.size, min(config.n_groups, axis.size)
+
+        def in_proj(leaf: str, tail: tuple[int, ...]) -> Layout:
+            name = f"{prefix}in_proj.{leaf}"
+            sections = (
+                Section(name, inner, 0, tp, "z"),
+                Section(name, inner, inner, tp, "x"),
+                Section(name, bc, 2 * inner, bc_parts, "B"),
+                Section(name, bc, 2 * inner + bc, bc_parts, "C"),
+                Section(name, heads, 2 * (inner + bc), tp, "dt"),
+            )
+            return Layout((2 * inner + 2 * bc + heads, *tail), 0, sections, tp)
+
+        def conv1d(leaf: str, tail: tuple[int, ...]) -> Layout:
+            name = f"{prefix}conv1d.{leaf}"
+            sections = (
+                Section(name, inner, 0, tp, "x"),
+                Section(name, bc, inner, bc_parts, "B"),
+                Section(name, bc, inner + bc, bc_parts, "C"),
+            )
+            return Layout((inner + 2 * bc, *tail), 0, sections, tp)
+
+        self.axis = axis
+        self.heads, self.head_dim, self.state = heads // tp, config.mamba_head_dim, config.ssm_state_size
+        self.groups = groups // bc_parts
+        self.norm_group = inner // groups  # channels of a norm group over all its ranks
+        self.ranks_per_group = max(1, tp // groups)
+        self.all_groups = groups
+        self.chunk_size, self.time_step_limit, self.eps = config.chunk_size, config.time_step_limit, config.layer_norm_epsilon
+
+        self.in_proj = weight(in_proj("weight", (d,)), dtype)
+        self.in_bias = weight(in_proj("bias", ()), jnp.float32) if config.use_bias else None
+        self.conv = weight(conv1d("weight", (1, config.conv_kernel)), jnp.float32)
+        self.conv_bias = weight(conv1d("bias", ()), jnp.float32) if config.use_conv_bias else None
+        self.A_log = weight(cut_rows(f"{prefix}A_log", (heads,), axis), jnp.float32)
+        self.D = weight(cut_rows(f"{prefix}D", (heads,), axis), jnp.float32)
+        self.dt_bias = weight(cut_rows(f"{prefix}dt_bias", (heads,), axis), jnp.float32)
+        self.norm = weight(cut_rows(f"{prefix}norm.weight", (inner,), axis), jnp.float32)
+        self.out = weight(cut_rows(f"{prefix}out_proj.weight", (d, inner), axis, dim=1), dtype)
+        self.out_bias = weight(row_parallel_bias(f"{prefix}out_proj.bias", d, axis), jnp.float32) if config.use_bias else None
+
+    def __call__(
+        self, u: Float[Array, "batch tokens hidden"], cache: MambaCache | None, rows: Rows
+    ) -> tuple[Float[Array, "batch tokens hidden"], MambaCache]:
+        b, t, _ = u.shape
+        m, p, g, e = self.heads, self.head_dim, self.groups, self.state
+        inner = m * p
+        zxbcdt = project(u, self.in_proj[...], None if self.in_bias is None else self.in_bias[...])
+        z, xbc, dt = jnp.split(zxbcdt, (inner, 2 * inner + 2 * g * e), axis=-1)
+
+        window = None if cache is None else cache.conv
+        with jax.named_scope("conv"):
+            xbc, conv = causal_conv(xbc, self.conv[...], None if self.conv_bias is None else self.conv_bias[...], window, rows)
+        x, b_in, c_in = jnp.split(xbc, (inner, inner + g * e), axis=-1)
+        x, b_in, c_in = x.reshape(b, t, g, m // g, p), b_in.reshape(b, t, g, e), c_in.reshape(b, t, g, e)
+        dt = self.time_step(dt, rows).reshape(b, t, g, m // g)
+        a = -jnp.exp(self.A_log[...]).reshape(g, m // g)
+        d = self.D[...].reshape(g, m // g)
+        state = None if cache is None else cache.ssm.reshape(b, g, m // g, p, e)
+        with jax.named_scope("ssm"):
+            if t == 1:
+                y, state = step(x, dt, a, b_in, c_in, d, state)
+            else:
+                y, state = chunk_scan(x, dt, a, b_in, c_in, d, state, min(self.chunk_size, max(t, 1)))
+        with jax.named_scope("gated_norm"):
+            y = self.gated_norm(y.reshape(b, t, inner), z).astype(u.dtype)
+        dtype = jnp.float32 if cache is None else cache.ssm.dtype
+        new = MambaCache(conv, state.reshape(b, m, p, e).astype(dtype))
+        return project(y, self.out[...], None if self.out_bias is None else self.out_bias[...]), new
+
+    def time_step(self, dt: Float[Array, "batch tokens heads"], rows: Rows) -> Float[Array, "batch tokens heads"]:
+        """softplus(dt + dt_bias) clamped to time_step_limit, in float32; 0 at pads, so that they leave the state as it is."""
+        low, high = self.time_step_limit
+        dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
+        dt = jnp.maximum(dt, low) if high == float("inf") else jnp.clip(dt, low, high)
+        return dt if rows.valid is None else jnp.where(rows.valid[..., None], dt, 0.0)
+
+    def gated_norm(self, y: Float[Array, "batch tokens inner"], z: Float[Array, "batch tokens inner"]) -> Float[Array, "batch tokens inner"]:
+        """RMSNorm over each group of y * silu(z), times the weight; in float32, returned in float32."""
+        y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+        grouped = y.reshape(*y.shape[:-1], self.groups, -1)
+        squares = jnp.sum(jnp.square(grouped), -1, keepdims=True)
+        if self.ranks_per_group > 1:  # my part of one group's sum goes into that group's place; then every rank takes its own
+            mine = rank(self.axis) // self.ranks_per_group
+            place = jax.nn.one_hot(mine, self.all_groups, dtype=jnp.float32)
+            squares = sum_over(squares[..., 0] * place, self.axis)
+            squares = lax.dynamic_slice_in_dim(squares, mine, 1, axis=-1)[..., None]
+        scale = lax.rsqrt(squares / self.norm_group + self.eps)
+        return (grouped * scale).reshape(y.shape) * self.norm[...]
+
+
+def causal_conv(
+    x: jax.Array, w: jax.Array, bias: jax.Array | None, window: jax.Array | None, rows: Rows
+) -> tuple[jax.Array, jax.Array]:
+    """silu(depthwise causal convolution), accumulated in float32; the last tap multiplies the current token.
+
+    Args:
+      x: [batch, tokens, channels] raw inputs.
+      w: [channels, 1, kernel].
+      window: [batch, kernel - 1, channels] raw inputs before x (None: zeros).
+
+    Returns:
+      ([batch, tokens, channels] in x's dtype, the window behind the last real token of each row).
+    """
+    b, t, channels = x.shape
+    kernel = w.shape[-1]
+    if window is None:
+        window = jnp.zeros((b, kernel - 1, channels), x.dtype)
+    inputs = jnp.concatenate([window.astype(x.dtype), x], 1)
+    taps = w[:, 0].astype(jnp.float32)
+    y = sum(inputs[:, k : k + t].astype(jnp.float32) * taps[:, k] for k in range(kernel))
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    if rows.valid is None:
+        window = inputs[:, t:]
+    else:
+        index = rows.new[:, None] + jnp.arange(kernel - 1, dtype=jnp.int32)
+        window = jnp.take_along_axis(inputs, index[..., None], axis=1)
+    return jax.nn.silu(y).astype(x.dtype), window
+
+
+def step(x, dt, a, b_in, c_in, d, state):
+    """One token of the recurrence, in float32.
+
+    Args:
+      x: [b, 1, g, r, p]; dt: [b, 1, g, r] (0: the row stands still); a, d: [g, r]; b_in, c_in: [b, 1, g, e].
+      state: [b, g, r, p, e] or None (zeros).
+
+    Returns:
+      (y [b, 1, g, r, p] float32, state float32).
+    """
+    x, dt, b_in, c_in = x[:, 0].astype(jnp.float32), dt[:, 0], b_in[:, 0].astype(jnp.float32), c_in[:, 0].astype(jnp.float32)
+    new = (dt[..., None] * x)[..., None] * b_in[:, :, None, None, :]
+    if state is not None:
+        new = state.astype(jnp.float32) * jnp.exp(dt * a)[..., None, None] + new
+    y = jnp.sum(new * c_in[:, :, None, None, :], -1) + d[..., None] * x
+    return y[:, None], new
+
+
+def chunk_scan(x, dt, a, b_in, c_in, d, state, chunk: int):
+    """Any number of tokens from any state: quadratic inside chunks, a recurrence over the chunks' states; in float32.
+
+    Args:
+      x: [b, t, g, r, p]; dt: [b, t, g, r] float32, 0 at pads; a, d: [g, r]; b_in, c_in: [b, t, g, e].
+      state: [b, g, r, p, e] or None (zeros).
+      chunk: positions per chunk; t is padded to a multiple with dt = 0.
+
+    Returns:
+      (y [b, t, g, r, p] float32, state after the last token, float32).
+    """
+    batch, t, g, r, p = x.shape
+    e = b_in.shape[-1]
+    pad = -t % chunk
+
+    def chunks(v):
+        v = jnp.pad(v.astype(jnp.float32), ((0, 0), (0, pad)) + ((0, 0),) * (v.ndim - 2))
+        return v.reshape(batch, -1, chunk, *v.shape[2:])
+
+    x, dt, b_in, c_in = chunks(x), chunks(dt), chunks(b_in), chunks(c_in)
+    decay = jnp.cumsum(dt * a, axis=2)  # [b, c, l, g, r], log of the decay since the chunk's start
+    last = decay[:, :, -1:]
+
+    # within a chunk: token l sees token s <= l through exp(decay_l - decay_s) dt_s C_l.B_s; masked before the exponential
+    cb = jnp.einsum("bclge,bcsge->bcgls", c_in, b_in, precision=HIGHEST)
+    moved = jnp.moveaxis(decay, 2, -1)  # [b, c, g, r, l]
+    difference = moved[..., :, None] - moved[..., None, :]
+    seen = jnp.tril(jnp.ones((chunk, chunk), bool))
+    weights = jnp.exp(jnp.where(seen, difference, -jnp.inf)) * cb[:, :, :, None] * jnp.moveaxis(dt, 2, -1)[..., None, :]
+    y = jnp.einsum("bcgrls,bcsgrp->bclgrp", weights, x, precision=HIGHEST)
+
+    # what each chunk adds to the state, and the state each chunk starts from
+    scaled = x * (dt * jnp.exp(last - decay))[..., None]
+    added = jnp.einsum("bclgrp,bclge->bcgrpe", scaled, b_in, precision=HIGHEST)
+    kept = jnp.exp(last[:, :, 0])  # [b, c, g, r]
+    first = vary_like(jnp.zeros((batch, g, r, p, e), jnp.float32), added) if state is None else state.astype(jnp.float32)
+
+    def over_chunks(s, chunk_of):
+        add, keep = chunk_of
+        return s * keep[..., None, None] + add, s
+
+    state, before = lax.scan(over_chunks, vary_like(first, added, kept), (jnp.moveaxis(added, 1, 0), jnp.moveaxis(kept, 1, 0)))
+    before = jnp.moveaxis(before, 0, 1)  # [b, c, g, r, p, e]
+    y = y + jnp.einsum("bclge,bcgrpe->bclgrp", c_in, before, precision=HIGHEST) * jnp.exp(decay)[..., None]
+    y = y + d[..., None] * x
+    return y.reshape(batch, -1, g, r, p)[:, :t], state
