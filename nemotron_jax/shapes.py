@@ -1,6 +1,6 @@
 """Which tensors a Nemotron-H checkpoint holds, from its configuration alone: names, shapes, counts of parameters.
 
-The names are those of the Hugging Face hub, where a matrix is stored (outputs, inputs) and every expert has its own two.
+The names are those of the Hugging Face hub, where a matrix is stored (outputs, inputs) and each expert has its own two.
 No array is made, so the 550B model costs no more than a dictionary.
 """
 
@@ -16,9 +16,9 @@ def checkpoint_shapes(config: NemotronHConfig, *, mtp: bool = True, prefix: str 
 
     Args:
       config: the model's configuration. Per-layer overrides count, a tied head has no tensor.
-      mtp: whether to list the multi-token-prediction layers (``mtp.layers.N.``) that the configuration says are stored.
-      prefix: what stands before ``embeddings``, ``layers`` and ``norm_f``. Some checkpoints write ``model.`` (Puzzle) or
-        ``language_model.backbone.`` (VL, Omni; their ``lm_head`` is under ``language_model.`` too, ``mtp`` is not).
+      mtp: whether to list the multi-token-prediction layers (``mtp.layers.N.``) that the configuration says are there.
+      prefix: what stands before ``embeddings``, ``layers`` and ``norm_f``. Some checkpoints write ``model.`` (Puzzle)
+        or ``language_model.backbone.`` (VL, Omni; their ``lm_head`` is under ``language_model.`` too, ``mtp`` is not).
 
     Returns:
       {tensor name: shape}.
