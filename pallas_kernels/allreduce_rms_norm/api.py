@@ -190,12 +190,14 @@ def _run(call: _Call, partial, residual, weight, state):
 
 def _kernel(call: _Call, partial, residual, weight, state, kwargs):
     # Imported here: programs that never leave the CPU do not load the kernel compiler.
-    from pallas_kernels.allreduce_rms_norm import flags, mosaic_gpu
+    from pallas_kernels.allreduce_rms_norm.flags import flags
+    from pallas_kernels.allreduce_rms_norm.one_shot import one_shot
+    from pallas_kernels.allreduce_rms_norm.two_shot import two_shot
 
     kwargs |= dict(world=call.world, max_blocks=call.max_blocks)
     if call.implementation == "flags":
-        return flags.flags(partial, residual, weight, state, **kwargs)
-    function = mosaic_gpu.one_shot if call.implementation == "one_shot" else mosaic_gpu.two_shot
+        return flags(partial, residual, weight, state, **kwargs)
+    function = one_shot if call.implementation == "one_shot" else two_shot
     return function(partial, residual, weight, **kwargs)
 
 

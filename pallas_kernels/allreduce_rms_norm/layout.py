@@ -16,6 +16,7 @@ HIDDEN_MIN = 128
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 SMEM_BYTES = 220 * 1024
 SM_COUNT = 132
+MAX_SLOTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +41,25 @@ def windows(hidden: int) -> tuple[Window, ...]:
     return tuple(whole)
 
 
+def words_of(window: Window, bits: int) -> int:
+    """32-bit words that a thread holds of one window of elements of `bits` bits; a lone 16-bit element counts as one."""
+    return max(1, window.vec * bits // 32)
+
+
+def words_per_thread(window: Window, dtype: jnp.dtype) -> int:
+    """As `words_of`, by dtype."""
+    return words_of(window, 8 * jnp.dtype(dtype).itemsize)
+
+
 def packet_words(hidden: int, dtype: jnp.dtype) -> int:
     """32-bit words of one row in the staging buffer of `flags`: every word of data travels with a word that dates it."""
-    return sum(2 * window.size * dtype.itemsize // 4 for window in windows(hidden))
+    return sum(2 * THREADS * words_per_thread(window, dtype) for window in windows(hidden))
+
+
+def slots_for(rows_per_block: int, row_bytes: int, reserved: int = 0) -> int:
+    """How many rows (of all devices) a block holds in shared memory at once, so that fetching runs ahead of the work."""
+    room = (SMEM_BYTES - 4096 - reserved) // row_bytes
+    return max(1, min(MAX_SLOTS, rows_per_block, room))
 
 
 def blocks_for(rows: int, max_blocks: int | None) -> int:
