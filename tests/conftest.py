@@ -12,12 +12,15 @@ import pytest
 DATA = Path(__file__).parent / "data"
 TINY = DATA / "tiny"
 _CASES = pytest.StashKey[int]()
+_COUNTING = pytest.StashKey[bool]()
+_PROBLEM = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("nemotron-jax")
     group.addoption("--full", action="store_true", help="also run the tests marked slow or full")
     group.addoption("--gpu", action="store_true", help="leave JAX its GPUs and also run the tests marked gpu")
+    group.addoption("--thin", type=int, metavar="N", help="run at most N of the parametrised cases of each test")
     group.addoption("--min-cases", type=int, default=0, metavar="N", help="fail when fewer than N cases were compared")
     group.addoption("--torch-python", metavar="PATH", help="a Python with torch and transformers: runs tests/pytorch")
 
@@ -46,9 +49,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--gpu"):
         left_out |= {"gpu"}
     kept = [item for item in items if not left_out & {mark.name for mark in item.iter_markers()}]
+    if most := config.getoption("--thin"):
+        kept = _thinned(kept, most)
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
         items[:] = kept
+
+
+def _thinned(items: list[pytest.Item], most: int) -> list[pytest.Item]:
+    """Of each test function's cases the first, the last and some evenly between: a short run that leaves out no test."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = set()
+    for cases in functions.values():
+        count = min(most, len(cases))
+        kept |= {cases[round(i * (len(cases) - 1) / max(count - 1, 1))] for i in range(count)}
+    return [item for item in items if item in kept]
 
 
 @pytest.fixture
@@ -74,9 +91,6 @@ def pytest_testnodedown(node, error) -> None:
         node.config.stash[_COUNTING] = True
 
 
-_COUNTING = pytest.StashKey[bool]()
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     config = session.config
@@ -89,9 +103,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         config.stash[_PROBLEM] = f"only {cases} comparison cases ran, at least {wanted} were expected"
         if session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
-_PROBLEM = pytest.StashKey[str]()
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
