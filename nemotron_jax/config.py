@@ -84,7 +84,7 @@ from nemotron_jax.config_checks import (
     faults_of,
     finite_or_infinite,
 )
-from nemotron_jax.config_reading import MTP_PATTERN_KEYS, WRAPPER_NOTE, read_fields
+from nemotron_jax.config_reading import MTP_PATTERN_KEYS, WRAPPER_NOTE, architectures, read_fields
 from nemotron_jax.frozen import FrozenMapping, freeze, thaw
 from nemotron_jax.presets import PRESETS, Preset, find_preset
 
@@ -340,7 +340,7 @@ class NemotronHConfig:
         """
         omitted = {"wrapper", "extra", "dtype", "time_step_limit", "hybrid_override_pattern"}
         d: dict[str, Any] = {
-            "architectures": ["NemotronHPuzzleForCausalLM" if "puzzle" in self.model_type else "NemotronHForCausalLM"],
+            "architectures": architectures(self.model_type),
             "model_type": self.model_type,
             "hybrid_override_pattern": self.hybrid_override_pattern,
             "num_hidden_layers": self.num_hidden_layers,

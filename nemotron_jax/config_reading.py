@@ -81,8 +81,15 @@ def read_fields(d: Mapping[str, Any], defaults: Mapping[str, Any], faults: list[
     _read_mtp(rest, values, parts, stated=d.get("num_nextn_predict_layers") is not None, faults=faults)
     _read_widths(values, faults)
     _read_attention_sizes(d, values, faults)
+    if freeze(rest.get("architectures")) == freeze(architectures(values["model_type"])):
+        del rest["architectures"]  # written from model_type again
     values["extra"] = freeze(rest)
     return values
+
+
+def architectures(model_type: Any) -> list[str]:
+    """What a config.json of that type says under `architectures`."""
+    return ["NemotronHPuzzleForCausalLM" if model_type == "nemotron_h_puzzle" else "NemotronHForCausalLM"]
 
 
 def _unwrap(d: Mapping[str, Any], faults: list[str]) -> tuple[Mapping[str, Any], FrozenMapping | None]:

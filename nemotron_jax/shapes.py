@@ -24,7 +24,7 @@ def checkpoint_shapes(config: NemotronHConfig, *, mtp: bool = True, prefix: str 
       {tensor name: shape}.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
-    outer = prefix.removesuffix("backbone.").removesuffix("model.") if prefix.startswith("language_model.") else ""
+    outer = "language_model." if prefix.startswith("language_model.") else ""
     shapes: dict[str, Shape] = {f"{prefix}embeddings.weight": (vocab, hidden)}
     for index, kind in enumerate(config.hybrid_override_pattern):
         shapes |= _under(f"{prefix}layers.{index}.", block_shapes(config.layer(index), kind))
