@@ -43,6 +43,7 @@ from pathlib import Path
 log = logging.getLogger("dump_pytorch_reference")
 DTYPES = ("checkpoint", "float32", "bfloat16", "float16")
 VARIANTS = ("hf", "fixed", "kernel")
+SKIPPABLE = "layers,mixers,experts,states,greedy,full,pad"
 
 
 class BadInput(Exception):
@@ -56,16 +57,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", nargs="?", type=Path, help="folder in Hugging Face layout")
     parser.add_argument("out", nargs="?", type=Path, help="the .npz to write")
     source = parser.add_argument_group("input (one of)").add_mutually_exclusive_group()
-    source.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts; `ids` cuts all to the shortest, pad_ids does not")
+    source.add_argument("--prompt", nargs="+", metavar="TEXT", help="ids are cut to the shortest, pad_ids are not")
     source.add_argument("--prompt-file", type=Path, metavar="FILE", help="the same, one text a line")
-    source.add_argument("--ids", type=Path, metavar="FILE", help=".npy of ids, or .npz with ids [and pad_ids, pad_mask]")
+    source.add_argument("--ids", type=Path, metavar="FILE", help=".npy, or .npz with ids [, pad_ids, pad_mask]")
     source.add_argument("--random", nargs=2, type=int, metavar=("B", "T"), help="random ids; the default is 2 37")
     parser.add_argument("--seed", type=int, default=0, help="for --random")
     parser.add_argument("--variants", default="fixed", help="from hf,fixed,kernel, separated by commas; default: fixed")
     parser.add_argument("--dtype", choices=DTYPES, default="checkpoint")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N, or auto to spread over GPUs (accelerate)")
     parser.add_argument("--greedy", type=int, default=32, metavar="N", help="greedy tokens after the prompt")
-    parser.add_argument("--skip", default="", metavar="GROUPS", help="leave out, from layers,mixers,experts,states,full,pad")
+    parser.add_argument("--skip", default="", metavar="GROUPS", help="leave out, from " + SKIPPABLE)
     parser.add_argument("--oracle", action="store_true", help="also run the float64 oracle (small models)")
     parser.add_argument("--threads", type=int, help="CPU threads of torch")
     parser.add_argument("--probe", action="store_true", help="only probe the installed transformers")
@@ -268,10 +269,12 @@ def describe(report: dict) -> str:
         lines.append(f"  {name}: {state}{concern}")
     if "weights" in report:
         weights = report["weights"]
-        lines.append(f"weights as loaded: {weights['equal']} tensors equal the file, {len(weights['differing'])} differ, "
-                     f"{len(weights['not_in_file'])} not in the file, {weights['skipped']} of mtp.* skipped")  # fmt: skip
-        for variant, figures in report.get("error_against_float64", {}).items():
-            lines.append(f"{variant} against float64: max {figures['max']:.3g}, rms {figures['relative_rms']:.3g} relative")
+        counts = {"differ": len(weights["differing"]), "not in the file": len(weights["not_in_file"]),
+                  "of mtp.* skipped": weights["skipped"]}  # fmt: skip
+        tail = "".join(f", {count} {what}" for what, count in counts.items())
+        lines.append(f"weights as loaded: {weights['equal']} tensors equal the file{tail}")
+        for variant, error in report.get("error_against_float64", {}).items():
+            lines.append(f"{variant} against float64: max {error['max']:.3g}, relative rms {error['relative_rms']:.3g}")
     lines += [f"PROBLEM: {problem}" for problem in report["problems"]]
     return "\n".join(lines)
 

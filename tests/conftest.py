@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _thinned(items: list[pytest.Item], most: int) -> list[pytest.Item]:
-    """Of each test function's cases the first, the last and some evenly between: a short run that leaves out no test."""
+    """Of each test's cases the first, the last and some evenly between: a short run that leaves out no test."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)

@@ -52,5 +52,5 @@ def nemotron_jax():
 
 @pytest.fixture(scope="session")
 def seed() -> int:
-    """New at every run, so that the comparison is not one of the same weights for ever; NEMOTRON_TEST_SEED repeats one."""
+    """New at every run, so that not the same weights are compared for ever; NEMOTRON_TEST_SEED repeats a run."""
     return int(os.environ.get("NEMOTRON_TEST_SEED") or secrets.randbits(31))
