@@ -25,8 +25,8 @@ from pallas_kernels.allreduce_rms_norm.gather import gather
 from pallas_kernels.allreduce_rms_norm.probe import known_reachable
 from pallas_kernels.allreduce_rms_norm.support import IMPLEMENTATIONS, PEER_MEMORY
 from pallas_kernels.errors import Unsupported
-from pallas_kernels.rms_norm.api import DTYPES
 from pallas_kernels.rms_norm.reference import add_rms_norm, normalise
+from pallas_kernels.rms_norm.windows import DTYPES
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ def allreduce_rms_norm(
 ) -> tuple[Float[Array, "*tokens hidden"], Float[Array, "*tokens hidden"]]:
     """Sum `partial` over the devices of a mesh axis, add the residual, and apply RMSNorm.
 
-    Call it inside `jax.shard_map`. Gradients follow the reference, with rounding taken as the identity; `vmap` works where
-    the weight is not mapped.
+    Call it inside `jax.shard_map`. Gradients follow the reference, with rounding taken as the identity; `vmap` works
+    where the weight is not mapped.
 
     Args:
         partial: [..., hidden], this device's summand; differs over `axis_name`. bfloat16, float16 or float32.
@@ -70,17 +70,18 @@ def allreduce_rms_norm(
         axis_name: the mesh axis to sum over. On an axis of one device nothing is communicated.
         eps: added to the mean square.
         implementation: "reference", "psum", "gather", "one_shot", "two_shot" or "flags": exactly this one, or an error.
-            A sequence: the first of them that can serve the call. None: the fastest by measurement among those that can;
-            the kernels that use peers' memory are considered once `peers_reachable` has approved a mesh of these axes.
+            A sequence: the first of them that can serve the call. None: the fastest by measurement among those that
+            can; the kernels that use peers' memory are considered once `peers_reachable` has approved a mesh of these
+            axes.
         unit_offset: multiply by 1 + weight instead of by weight.
         state: needed by "flags", see `make_flags_state`; ignored by the others.
-        max_blocks: cap on the thread blocks of one call. Blocks wait for their peers, so all must be resident at once: with
-            N ranks on one GPU pass at most 132 // N.
+        max_blocks: cap on the thread blocks of one call. Blocks wait for their peers, so all must be resident at once:
+            with N ranks on one GPU pass at most 132 // N.
         out_dtype: dtype of `normed`; the dtype of `partial` if None.
 
     Returns:
-        (normed [..., hidden] in out_dtype, new_residual [..., hidden] in the residual's dtype), the same on every device of
-        the axis. All implementations but "psum" give the same bits of new_residual.
+        (normed [..., hidden] in out_dtype, new_residual [..., hidden] in the residual's dtype), the same on every
+        device of the axis. All implementations but "psum" give the same bits of new_residual.
 
     Raises:
         ValueError: an argument is wrong; all faults are listed.

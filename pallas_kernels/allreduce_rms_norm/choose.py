@@ -16,7 +16,8 @@ FALLBACK = "psum"
 
 @functools.cache
 def measurements() -> dict:
-    """The shipped table: device kind -> {"source", "rows": [{"world", "tokens", "hidden", "dtype", "us": {name: us}}]}."""
+    """The shipped table: device kind -> {"source", "rows": [{"world", "tokens", "hidden", "dtype", "us": {name:
+    us}}]}."""
     return json.loads(resources.files(__package__).joinpath("tuning.json").read_text())
 
 

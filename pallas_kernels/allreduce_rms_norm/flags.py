@@ -1,10 +1,10 @@
 """All-reduce + residual + RMSNorm in exactly one launch: no barrier in front, no memory to zero, no round at the end.
 
-Every 32-bit word of a row travels in one 8-byte packet with a word that says which call it belongs to. A device writes its
-rows as packets into the staging buffers of its peers and reads theirs out of its own until every packet carries the number of
-this call. The data announces itself, so there is no fence, no separate flag and no acknowledgement between the moment a row is
-computed and the moment a peer can use it; the price is twice the bytes on the link, which for the messages of a decode step is
-nothing against a round trip.
+Every 32-bit word of a row travels in one 8-byte packet with a word that says which call it belongs to. A device writes
+its rows as packets into the staging buffers of its peers and reads theirs out of its own until every packet carries the
+number of this call. The data announces itself, so there is no fence, no separate flag and no acknowledgement between
+the moment a row is computed and the moment a peer can use it; the price is twice the bytes on the link, which for the
+messages of a decode step is nothing against a round trip.
 
 State (flags_state.py), per device: stage [blocks, 2, world, rows, words] and epoch [blocks]. Block b in its call number
 e = epoch[b] + 1, on every device alike:
@@ -15,19 +15,20 @@ e = epoch[b] + 1, on every device alike:
 4. adds the residual, rounds, normalises, stores; sets epoch[b] = e.
 
 Why this is right, whatever the timing:
-* A packet is one naturally aligned 64-bit access, relaxed at system scope, which the PTX memory model makes indivisible: a tag
-  never arrives without its data. No ordering between packets is assumed.
-* A packet of call e overwrites one of call e - 2 of the same block. When device s writes it, its kernel e - 1 has ended, so it
-  has seen tags e - 1 of device d in this block; d wrote those in its kernel e - 1, which began after its kernel e - 2 had ended
-  (one stream per device), and only that kernel read the overwritten packets. Two buffers are therefore enough, and nobody
-  acknowledges anything.
-* Buffers belong to blocks, not to rows: calls with different token counts use different numbers of blocks, and a block's count
-  goes up only in calls that it takes part in. The count is the same on every device because the calls are.
-* Tags are (e modulo 2**31) with the top bit set, so zeroed memory carries no tag. A stale tag could only be taken for a fresh one
-  if a block skipped a row of its buffer for exactly a multiple of 2**31 calls.
+* A packet is one naturally aligned 64-bit access, relaxed at system scope, which the PTX memory model makes
+  indivisible: a tag never arrives without its data. No ordering between packets is assumed.
+* A packet of call e overwrites one of call e - 2 of the same block. When device s writes it, its kernel e - 1 has
+  ended, so it has seen tags e - 1 of device d in this block; d wrote those in its kernel e - 1, which began after its
+  kernel e - 2 had ended (one stream per device), and only that kernel read the overwritten packets. Two buffers are
+  therefore enough, and nobody acknowledges anything.
+* Buffers belong to blocks, not to rows: calls with different token counts use different numbers of blocks, and a
+  block's count goes up only in calls that it takes part in. The count is the same on every device because the calls
+  are.
+* Tags are (e modulo 2**31) with the top bit set, so zeroed memory carries no tag. A stale tag could only be taken for a
+  fresh one if a block skipped a row of its buffer for exactly a multiple of 2**31 calls.
 * `partial` is read by its own device only: XLA may reuse it at once.
-* XLA may merge two identical calls or drop an unused one: it then does so in the program of every device, and the counts still
-  agree. What it must not do is run two calls on one state at the same time; see flags_state.py.
+* XLA may merge two identical calls or drop an unused one: it then does so in the program of every device, and the
+  counts still agree. What it must not do is run two calls on one state at the same time; see flags_state.py.
 * A device waits for the same block of every peer, so all blocks of all devices must get to run at the same time, and
   nothing else may wait for them: `max_blocks` when ranks share a GPU.
 """
@@ -42,9 +43,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.allreduce_rms_norm import layout, rows, signals
+from pallas_kernels.allreduce_rms_norm import layout, signals
 from pallas_kernels.allreduce_rms_norm.flags_state import FlagsState
-from pallas_kernels.allreduce_rms_norm.layout import Window
+from pallas_kernels.rms_norm import rows
+from pallas_kernels.rms_norm.windows import THREADS, Window
+from pallas_kernels.rms_norm.windows import windows as cut
 
 # 16-byte loads in flight per thread while polling: four registers each.
 LOADS_AT_ONCE = 16
@@ -63,9 +66,10 @@ def flags(
     out_dtype: jnp.dtype,
     max_blocks: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reference.exact`; partial and residual are [tokens, hidden] with tokens >= 1, and support.py has said yes."""
+    """See `reference.exact`; partial and residual are [tokens, hidden] with tokens >= 1, and support.py has said
+    yes."""
     tokens, hidden = partial.shape
-    windows = layout.windows(hidden)
+    windows = cut(hidden)
     blocks = min(tokens, state.blocks, max_blocks or state.blocks)
     rows_per_block = -(-tokens // blocks)
     uneven = tokens % blocks != 0
@@ -159,10 +163,8 @@ def _send(values: Sequence[jax.Array], targets: Sequence[Any], tag: jax.Array, w
                 if n == 1:
                     code.append(f"st.relaxed.sys.global.b64 [${pointer}+{offset}], D0;")
                 for pair in range(n // 2):
-                    at = offset + pair * 16 * layout.THREADS
-                    code.append(
-                        f"st.relaxed.sys.global.v2.b64 [${pointer}+{at}], {{D{2 * pair}, D{2 * pair + 1}}};"
-                    )
+                    at = offset + pair * 16 * THREADS
+                    code.append(f"st.relaxed.sys.global.v2.b64 [${pointer}+{at}], {{D{2 * pair}, D{2 * pair + 1}}};")
             code.append("}")
             llvm.inline_asm(
                 ir.Type.parse("!llvm.void"),
@@ -171,7 +173,7 @@ def _send(values: Sequence[jax.Array], targets: Sequence[Any], tag: jax.Array, w
                 ",".join(["l"] * p + ["r"] * (n + 1)) + ",~{memory}",
                 has_side_effects=True,
             )
-            offset += 8 * n * layout.THREADS
+            offset += 8 * n * THREADS
 
     emit(list(values), list(targets), tag)
 
@@ -226,13 +228,13 @@ def _receive(values, sources, tag, own_rank, windows, batch) -> list[jax.Array]:
         code += [f"setp.ne.s32 PEER{k}, ${rank_at}, {rank};" for k, rank in enumerate(ranks)]
         code.append("AGAIN:")
         for b, (rank, w) in enumerate(batch):
-            offset = 8 * n * layout.THREADS * w
+            offset = 8 * n * THREADS * w
             pointer = pointer_at + ranks.index(rank)
             if n == 1:
                 code.append(f"ld.relaxed.sys.global.b64 D{b}, [${pointer}+{offset}];")
             for pair in range(n // 2):
                 d = b * n + 2 * pair
-                at = offset + pair * 16 * layout.THREADS
+                at = offset + pair * 16 * THREADS
                 code.append(f"ld.relaxed.sys.global.v2.b64 {{D{d}, D{d + 1}}}, [${pointer}+{at}];")
         code.append("setp.ne.s32 LATE, 0, 0;")
         for b, (rank, _) in enumerate(batch):
@@ -251,7 +253,7 @@ def _receive(values, sources, tag, own_rank, windows, batch) -> list[jax.Array]:
         )
         words = [llvm.extractvalue(i32, received, [i]) for i in range(total)] if total > 1 else [received]
         results = []
-        for b, ((rank, w), value) in enumerate(zip(batch, values, strict=True)):
+        for b, ((rank, _), value) in enumerate(zip(batch, values, strict=True)):
             is_own = arith.cmpi(arith.CmpIPredicate.eq, rank_value, arith.constant(i32, rank))
             chosen = [arith.select(is_own, own_words[b][i], words[b * n + i]) for i in range(n)]
             vector = _from_words(chosen, value.registers.flat[0].type)
@@ -302,7 +304,7 @@ def _thread_pointer(ref, windows: Sequence[Window], element):
 
     i64 = ir.IntegerType.get_signless(64)
     stride = min(16, 8 * layout.words_of(windows[0], utils.bitwidth(element)))
-    thread = arith.remui(gpu.thread_id(gpu.Dimension.x), utils.c(layout.THREADS, ir.IndexType.get()))
+    thread = arith.remui(gpu.thread_id(gpu.Dimension.x), utils.c(THREADS, ir.IndexType.get()))
     offset = arith.muli(arith.index_castui(i64, thread), utils.c(stride, i64))
     return arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(ref)), offset)
 

@@ -4,15 +4,16 @@ Every device owns
     stage  [blocks, 2, world, rows, windows, 2, 128, slots]   packets that its peers write, see flags.py
     epoch  [blocks]                                             how many calls each block has made
 
-The kernel itself counts its calls, in the memory of its own device. So nothing outside has to count along: an exception on
-the host, a change of shape, two models or two executables that take turns cannot put the devices out of step, as long as
-every device runs the same programs in the same order, which is what a jitted SPMD program is.
+The kernel itself counts its calls, in the memory of its own device. So nothing outside has to count along: an exception
+on the host, a change of shape, two models or two executables that take turns cannot put the devices out of step, as
+long as every device runs the same programs in the same order, which is what a jitted SPMD program is.
 
 Rules for the holder:
-* pass it through `jit` and `shard_map` as an argument (specs from `flags_state_specs`), never donate it, never copy it into a
-  new array and use both: the kernel writes into these very buffers, behind XLA's back;
-* calls that share one state must depend on one another, as the layers of a model do. XLA may run two independent kernels of
-  one CUDA graph at the same time, and these two would share a counter. Independent streams of calls take one state each.
+* pass it through `jit` and `shard_map` as an argument (specs from `flags_state_specs`), never donate it, never copy it
+  into a new array and use both: the kernel writes into these very buffers, behind XLA's back;
+* calls that share one state must depend on one another, as the layers of a model do. XLA may run two independent
+  kernels of one CUDA graph at the same time, and these two would share a counter. Independent streams of calls take one
+  state each.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.allreduce_rms_norm import layout
+from pallas_kernels.rms_norm.windows import DTYPES, row_fault
 
 MAX_BLOCKS = 128
 
@@ -36,7 +38,8 @@ MAX_BLOCKS = 128
 )
 @dataclasses.dataclass(frozen=True)
 class FlagsState:
-    """Staging buffers and call counters of the `flags` form; a pytree of two arrays, sharded over every axis of the mesh.
+    """Staging buffers and call counters of the `flags` form; a pytree of two arrays, sharded over every axis of the
+    mesh.
 
     Attributes:
         stage: int32 [devices, ...], one slice per device of the mesh.
@@ -116,9 +119,9 @@ def make_flags_state(
         faults.append(f"axis_name is {axis_name!r}; accepted: {', '.join(map(repr, mesh.axis_names))}")
     if max_tokens < 1:
         faults.append(f"max_tokens is {max_tokens}; accepted: 1 or more")
-    if hidden % layout.HIDDEN_MULTIPLE or hidden < layout.HIDDEN_MIN:
-        faults.append(f"hidden is {hidden}; accepted: multiples of {layout.HIDDEN_MULTIPLE} from {layout.HIDDEN_MIN}")
-    if dtype not in layout.DTYPES:
+    if (fault := row_fault(hidden)) is not None:
+        faults.append(fault)
+    if dtype not in DTYPES:
         faults.append(f"dtype is {dtype}; accepted: bfloat16, float16, float32")
     if max_blocks is not None and not 1 <= max_blocks <= MAX_BLOCKS:
         faults.append(f"max_blocks is {max_blocks}; accepted: 1 to {MAX_BLOCKS}")

@@ -1,17 +1,18 @@
 """All-reduce + residual + RMSNorm in one kernel that reads its peers' partials straight from their memory.
 
-Every block takes whole rows. A row of all devices is fetched by bulk copies into shared memory, summed in float32 in rank
-order, added to the residual, rounded, normalised and stored. The link carries world - 1 times the message per device.
+Every block takes whole rows. A row of all devices is fetched by bulk copies into shared memory, summed in float32 in
+rank order, added to the residual, rounded, normalised and stored. The link carries world - 1 times the message per
+device.
 
 Synchronisation:
-* A partial is complete before it is read: XLA launches a small barrier over all devices of the mesh in front of a kernel that
-  uses peers' memory, in the same stream as everything that produced the partial.
-* A partial is not reused before it has been read: when the last row of a block has landed in shared memory, the block says so
-  to the block of the same number on every peer, and it does not exit before all peers have said the same. XLA may hand the
-  partial's memory to whatever runs next.
+* A partial is complete before it is read: XLA launches a small barrier over all devices of the mesh in front of a
+  kernel that uses peers' memory, in the same stream as everything that produced the partial.
+* A partial is not reused before it has been read: when the last row of a block has landed in shared memory, the block
+  says so to the block of the same number on every peer, and it does not exit before all peers have said the same. XLA
+  may hand the partial's memory to whatever runs next.
 * The semaphores are zeroed by XLA before each call; nothing lives between calls.
-* Blocks wait for the block of the same number on their peers, so all must get to run: at most one block per multiprocessor
-  (`blocks_for`), fewer when ranks share a GPU (`max_blocks`).
+* Blocks wait for the block of the same number on their peers, so all must get to run: at most one block per
+  multiprocessor (`blocks_for`), fewer when ranks share a GPU (`max_blocks`).
 """
 
 from typing import Any
@@ -22,7 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.allreduce_rms_norm import layout, rows, signals
+from pallas_kernels.allreduce_rms_norm import layout, signals
+from pallas_kernels.rms_norm import rows
+from pallas_kernels.rms_norm.windows import windows as cut
 
 
 def one_shot(
@@ -38,9 +41,10 @@ def one_shot(
     max_blocks: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reference.exact`; partial and residual are [tokens, hidden] with tokens >= 1, and support.py has said yes."""
+    """See `reference.exact`; partial and residual are [tokens, hidden] with tokens >= 1, and support.py has said
+    yes."""
     tokens, hidden = partial.shape
-    windows = layout.windows(hidden)
+    windows = cut(hidden)
     blocks = layout.blocks_for(tokens, max_blocks)
     rows_per_block = -(-tokens // blocks)
     uneven = tokens % blocks != 0

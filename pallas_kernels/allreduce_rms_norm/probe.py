@@ -1,11 +1,10 @@
 """Can the devices of a mesh read each other's memory? Asked once per process and mesh, before anything is traced.
 
-One process that owns all GPUs always can. With one process per GPU it depends on NCCL: 2.32.3 hands out peer pointers, 2.28.9
-does not ("ncclGetPeerDevicePointer ... unhandled system error").
+One process that owns all GPUs always can. With one process per GPU it depends on NCCL: 2.32.3 hands out peer pointers,
+2.28.9 does not ("ncclGetPeerDevicePointer ... unhandled system error").
 """
 
 import ctypes
-import functools
 import logging
 
 import jax
@@ -90,7 +89,8 @@ def _local_answer(mesh: Mesh) -> str | None:
 
 
 def _read_neighbours(mesh: Mesh) -> jax.Array:
-    """Every device writes its number + 1 and reads its successor's along the flattened mesh, through a peer reference."""
+    """Every device writes its number + 1 and reads its successor's along the flattened mesh, through a peer
+    reference."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     axes = tuple(mesh.axis_names)

@@ -1,7 +1,7 @@
 """The meaning of all-reduce + residual + RMSNorm, and the two forms of it that leave communication to XLA.
 
-exact:  total = partial[0] + partial[1] + ... in float32, in rank order; total + residual in float32, rounded once to the
-        residual's dtype; RMSNorm of what was rounded; multiplied by the weight in float32; one cast.
+exact:  total = partial[0] + partial[1] + ... in float32, in rank order; total + residual in float32, rounded once to
+        the residual's dtype; RMSNorm of what was rounded; multiplied by the weight in float32; one cast.
 psum:   the same, but the sum is `lax.psum` in the partial's own dtype, so it rounds (and orders) as XLA or NCCL likes.
 """
 

@@ -48,8 +48,8 @@ class Peers:
 def _fence_and_add(semaphores: Sequence[Any]) -> None:
     """One fence, then relaxed additions.
 
-    `pl.semaphore_signal` would fence and synchronise the block once per peer, and `plgpu.semaphore_signal_parallel` puts its
-    fence behind the additions, where it orders nothing.
+    `pl.semaphore_signal` would fence and synchronise the block once per peer, and `plgpu.semaphore_signal_parallel`
+    puts its fence behind the additions, where it orders nothing.
     """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir

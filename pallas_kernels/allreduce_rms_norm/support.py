@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.allreduce_rms_norm import layout
 from pallas_kernels.allreduce_rms_norm.flags_state import FlagsState
+from pallas_kernels.rms_norm.windows import DTYPES, row_fault
 
 IMPLEMENTATIONS = ("reference", "psum", "gather", "one_shot", "two_shot", "flags")
 PEER_MEMORY = ("one_shot", "two_shot", "flags")
@@ -55,10 +56,10 @@ def supported(
     if platform not in _GPU:
         return f"needs GPUs; this program runs on {platform}"
     for name, value in (("partial", dtype), ("residual", residual_dtype)):
-        if value not in layout.DTYPES:
+        if value not in DTYPES:
             return f"needs bfloat16, float16 or float32; {name} is {value}"
-    if hidden % layout.HIDDEN_MULTIPLE or hidden < layout.HIDDEN_MIN:
-        return f"needs hidden a multiple of {layout.HIDDEN_MULTIPLE} from {layout.HIDDEN_MIN}; hidden is {hidden}"
+    if (reason := row_fault(hidden)) is not None:
+        return reason
     if tokens * hidden >= 2**31:
         return f"needs fewer than 2**31 elements; tokens x hidden is {tokens * hidden}"
     if implementation != "flags":

@@ -1,12 +1,12 @@
 """All-reduce + residual + RMSNorm in one kernel in which each device does its share of the tokens for all.
 
-Device d takes rows d*R .. (d+1)*R of the tokens, R = ceil(tokens / world): it fetches them from all devices, sums, adds,
-normalises, and writes both results into every device's outputs. Norm work and fetched bytes shrink by the number of devices;
-the link carries about 3 (world - 1) / world times the message per device instead of world - 1.
+Device d takes rows d*R .. (d+1)*R of the tokens, R = ceil(tokens / world): it fetches them from all devices, sums,
+adds, normalises, and writes both results into every device's outputs. Norm work and fetched bytes shrink by the number
+of devices; the link carries about 3 (world - 1) / world times the message per device instead of world - 1.
 
 Synchronisation: as in one_shot.py, except that a block speaks to its peers once, when its rows have been read *and* its
-results are written in their memory. Waiting for all peers before the exit covers both: partials may be reused, and outputs
-are complete.
+results are written in their memory. Waiting for all peers before the exit covers both: partials may be reused, and
+outputs are complete.
 """
 
 from typing import Any
@@ -17,7 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.allreduce_rms_norm import layout, rows, signals
+from pallas_kernels.allreduce_rms_norm import layout, signals
+from pallas_kernels.rms_norm import rows
+from pallas_kernels.rms_norm.windows import windows as cut
 
 
 def two_shot(
@@ -33,9 +35,10 @@ def two_shot(
     max_blocks: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reference.exact`; partial and residual are [tokens, hidden] with tokens >= 1, and support.py has said yes."""
+    """See `reference.exact`; partial and residual are [tokens, hidden] with tokens >= 1, and support.py has said
+    yes."""
     tokens, hidden = partial.shape
-    windows = layout.windows(hidden)
+    windows = cut(hidden)
     share = -(-tokens // world)
     blocks = layout.blocks_for(share, max_blocks)
     rows_per_block = -(-share // blocks)

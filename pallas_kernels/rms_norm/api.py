@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.rms_norm import reference
-
-DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+from pallas_kernels.rms_norm.windows import DTYPES
 
 
 def rms_norm(
@@ -20,8 +19,9 @@ def rms_norm(
 ) -> tuple[Float[Array, "*tokens hidden"], Float[Array, "*tokens hidden"]]:
     """Add `x` to the residual stream and normalise the result, all on one device.
 
-    new_residual = round(residual + x) and normed = RMSNorm(new_residual) * weight (or * (1 + weight)), computed in float32
-    with one rounding to the residual's dtype before the norm and one cast after it. XLA compiles it into its own fusion.
+    new_residual = round(residual + x) and normed = RMSNorm(new_residual) * weight (or * (1 + weight)), computed in
+    float32 with one rounding to the residual's dtype before the norm and one cast after it. XLA compiles it into its
+    own fusion.
 
     Args:
         x: [..., hidden] the addend: bfloat16, float16 or float32.

@@ -35,7 +35,8 @@ def normalise(y: jax.Array, weight: jax.Array, *, eps: float, unit_offset: bool,
 def add_rms_norm(
     total: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float, unit_offset: bool, out_dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
-    """`total` [..., hidden] (float32) + residual, rounded once to the residual's dtype, and the RMSNorm of what was rounded.
+    """`total` [..., hidden] (float32) + residual, rounded once to the residual's dtype, and the RMSNorm of what was
+    rounded.
 
     Returns:
         (normed in `out_dtype`, new residual in the residual's dtype).

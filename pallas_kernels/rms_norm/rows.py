@@ -1,8 +1,8 @@
 """The part that all Mosaic GPU kernels share: one row of residual add and RMSNorm by the 128 threads of a block.
 
-One warpgroup per block, always. Mosaic GPU gives every warpgroup of a block the same scratch memory for `jnp.sum`, so with
-two of them the sums race and the norm comes out wrong by a per cent or so, differently on every run, on hardware only. More
-throughput comes from more blocks per multiprocessor.
+One warpgroup per block, always. Mosaic GPU gives every warpgroup of a block the same scratch memory for `jnp.sum`, so
+with two of them the sums race and the norm comes out wrong by a per cent or so, differently on every run, on hardware
+only. More throughput comes from more blocks per multiprocessor.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.allreduce_rms_norm.layout import Window
+from pallas_kernels.rms_norm.windows import Window
 
 
 def registers(window: Window) -> plgpu.Layout:
