@@ -52,7 +52,7 @@ test-pytorch: $(VENV)/.installed-dev $(VENV_TORCH)/.installed ## compare with Py
 
 check: $(VENV)/.installed-dev ## lint and types
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/mypy
+	$(VENV)/bin/pyrefly check
 
 wheel: $(VENV)/.installed-dev ## build dist/*.whl
 	rm -rf dist
