@@ -1,0 +1,89 @@
+"""Which experts a token goes to, and with what weight. All in float32, computed alike on every rank from the same input."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from nemotron_jax.config import NemotronHConfig
+from nemotron_jax.layers.linear import weight
+from nemotron_jax.sharding import whole
+
+
+class Router(nnx.Module):
+    """Sigmoid router. Weight and correction bias are float32 in every model dtype: trained biases lie near 64 and differ by 0.01."""
+
+    def __init__(self, config: NemotronHConfig, prefix: str):
+        experts = config.n_routed_experts
+        self.k, self.groups, self.kept_groups = config.num_experts_per_tok, config.n_group, config.topk_group
+        self.normalise, self.scale = config.norm_topk_prob, config.routed_scaling_factor
+        self.weight = weight(whole(f"{prefix}weight", (experts, config.hidden_size)), jnp.float32)
+        self.bias = weight(whole(f"{prefix}e_score_correction_bias", (experts,)), jnp.float32)
+
+    def __call__(
+        self, x: Float[Array, "batch tokens hidden"]
+    ) -> tuple[Int[Array, "batch tokens k"], Float[Array, "batch tokens k"], Float[Array, "batch tokens experts"]]:
+        """Chosen experts (best first), their weights, and the scores they were chosen by."""
+        logits = lax.dot_general(
+            x.astype(jnp.float32), self.weight[...], (((2,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+        )
+        return route(
+            logits, self.bias[...], k=self.k, groups=self.groups, kept_groups=self.kept_groups, normalise=self.normalise,
+            scale=self.scale,
+        )  # fmt: skip
+
+
+def route(
+    logits: Float[Array, "*tokens experts"],
+    bias: Float[Array, " experts"],
+    *,
+    k: int,
+    groups: int = 1,
+    kept_groups: int = 1,
+    normalise: bool = True,
+    scale: float = 1.0,
+) -> tuple[Int[Array, "*tokens k"], Float[Array, "*tokens k"], Float[Array, "*tokens experts"]]:
+    """The router behind its matrix product.
+
+    The bias takes part in choosing and in nothing else: weights come from the raw sigmoid, not from (score - bias), which
+    would be 0 for a score of 1e-8 beside a bias of 12. Of several groups the ``kept_groups`` with the largest sum of their
+    two best scores are kept; experts of the others cannot be chosen, however negative the scores that are left.
+    Equal scores go to the lower index, as in ``torch.topk``.
+
+    Args:
+      logits: float32.
+      bias: float32.
+
+    Returns:
+      (chosen int32, best first; weights float32 in the same order; the scores chosen by, -inf in groups left out).
+    """
+    scores = jax.nn.sigmoid(logits)
+    choice = scores + bias
+    if groups > 1:
+        grouped = choice.reshape(*choice.shape[:-1], groups, -1)
+        best = jnp.sum(lax.top_k(grouped, 2)[0], -1)
+        kept = jnp.any(jax.nn.one_hot(lax.top_k(best, kept_groups)[1], groups, dtype=jnp.bool_), -2)
+        choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    chosen = lax.top_k(choice, k)[1]
+    weights = jnp.take_along_axis(scores, chosen, -1)
+    if normalise:
+        weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
+    return chosen, weights * scale, choice
+
+
+def describe(
+    chosen: Int[Array, "*tokens k"], weights: Float[Array, "*tokens k"], choice: Float[Array, "*tokens experts"]
+) -> tuple[Int[Array, "*tokens k"], Float[Array, "*tokens k"], Float[Array, "*tokens"]]:
+    """What comparisons read: experts ascending, their weights in that order, and how far the first expert left out was behind.
+
+    A program that does not return it does not compute it.
+    """
+    order = jnp.argsort(chosen, -1)
+    k = chosen.shape[-1]
+    if k < choice.shape[-1]:
+        best = lax.top_k(choice, k + 1)[0]
+        gap = best[..., k - 1] - best[..., k]
+    else:
+        gap = jnp.full_like(choice[..., 0], jnp.inf)
+    return jnp.take_along_axis(chosen, order, -1), jnp.take_along_axis(weights, order, -1), gap
