@@ -107,8 +107,8 @@ class _Check:
         return good
 
     def positive(self, *names: str) -> bool:
-        good = [self.where(n, is_int(self.values[n]) and self.values[n] > 0, "a positive integer") for n in names]
-        return all(good)
+        accepted = "a positive integer (32 bits)"
+        return all([self.where(n, is_int(v := self.values[n]) and 0 < v < 2**31, accepted) for n in names])
 
     def boolean(self, *names: str) -> None:
         for name in names:
@@ -121,7 +121,7 @@ class _Check:
 
     def number(self, name: str, good: Any, accepted: str) -> None:
         value = self.values[name]
-        self.where(name, is_number(value) and math.isfinite(value) and good(value), accepted)
+        self.where(name, is_number(value) and abs(value) < INFINITE_ABOVE and good(value), accepted)
 
 
 def faults_of(values: Mapping[str, Any]) -> list[str]:
@@ -143,7 +143,7 @@ def faults_of(values: Mapping[str, Any]) -> list[str]:
 
     _check_pattern(check, "hybrid_override_pattern", "block_configs")
     steps = values["num_nextn_predict_layers"]
-    if check.where("num_nextn_predict_layers", is_int(steps) and steps >= 0, "an integer, 0 or more"):
+    if check.where("num_nextn_predict_layers", is_int(steps) and 0 <= steps < 2**31, "an integer, 0 or more"):
         if steps:
             _check_pattern(check, "mtp_hybrid_override_pattern", "mtp_block_configs")
         else:
@@ -163,7 +163,7 @@ def _check_unused(check: _Check) -> None:
     for name in (*SIZES, "num_key_value_heads", "head_dim", "n_groups", "conv_kernel", "chunk_size",
                  "n_shared_experts", "n_group", "topk_group"):  # fmt: skip
         if name not in reported:
-            check.where(name, is_int(check.values[name]) and check.values[name] >= 0, "an integer, 0 or more")
+            check.where(name, is_int(check.values[name]) and 0 <= check.values[name] < 2**31, "an integer, 0 or more")
     latent = check.values["moe_latent_size"]
     if "moe_latent_size" not in reported:
         check.where("moe_latent_size", latent is None or (is_int(latent) and latent > 0), "a positive integer or null")
@@ -235,7 +235,7 @@ def _check_pattern(check: _Check, pattern_name: str, blocks_name: str) -> None:
 def _entry_faults(entry: Mapping[str, Any], letter: str, blocks_name: str, index: int) -> list[str]:
     faults = []
     kind = entry.get("block_type")
-    if kind is not None and NAME_LETTERS.get(kind) != letter:
+    if kind is not None and NAME_LETTERS.get(kind, kind) != letter:
         faults.append(f"{blocks_name}[{index}].block_type: found {kind!r}; accepted: a name of {LETTER_NAMES[letter]}")
     for key, value in entry.items():
         if key not in ("block_type", *OVERRIDABLE[letter]) and value is not None:

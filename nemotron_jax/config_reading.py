@@ -279,7 +279,7 @@ def _read_widths(values: dict[str, Any], faults: list[str]) -> None:
     values["intermediate_size"] = BAD
     if pattern is BAD:
         return
-    if len(widths) != pattern.count(MLP) or values["block_configs"]:
+    if not widths or len(widths) != pattern.count(MLP) or values["block_configs"]:
         faults.append(
             f"intermediate_size: found a list of {len(widths)}; accepted: one width, or one per '-' layer "
             f"({pattern.count(MLP)}) without block_configs"
