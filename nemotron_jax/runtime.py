@@ -5,9 +5,11 @@ flattened per call. A program is one local function under ``jax.shard_map(check_
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,10 @@ from nemotron_jax.model import HiddenStates, Network, forward
 from nemotron_jax.parameters import Reader, assemble, random_reader
 from nemotron_jax.sharding import DATA, TENSOR, Axis, Layout, ShardingRules, axis_size, check_degree, make_mesh
 from pallas_kernels.allreduce_rms_norm import flags_state_specs, make_flags_state, peers_reachable
+
+if TYPE_CHECKING:
+    from nemotron_jax.generation import Generation
+    from nemotron_jax.generation.text import Tokenizer
 
 logger = logging.getLogger("nemotron_jax")
 
@@ -121,6 +127,7 @@ class NemotronH:
         self.weights: tuple[jax.Array, ...] | None = None
         self._programs: dict[Any, Callable] = {}
         self._flags_states: dict[Any, Any] = {}
+        self.folder: Path | None = None  # of the checkpoint: its tokenizer and generation_config.json are beside the weights
         if reader is None and rngs is not None:
             reader = random_reader(_seed(rngs))
         if reader is not None:
@@ -200,6 +207,21 @@ class NemotronH:
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache over the model's mesh."""
         return allocate(self.cache_shapes(batch, capacity), self.mesh)
+
+    # ------------------------------------------------------------------------------------------- text
+    @functools.cached_property
+    def tokenizer(self) -> "Tokenizer | None":
+        """The checkpoint's tokenizer; None where the model came without one."""
+        from nemotron_jax.generation.text import Tokenizer  # generation builds on this module
+
+        has_one = self.folder is not None and (self.folder / "tokenizer.json").is_file()
+        return Tokenizer(self.folder) if has_one else None
+
+    def generate(self, prompts: Any, *, seed: "int | Sequence[int]" = 0, **settings: Any) -> "Generation":
+        """Write an answer to each prompt: ``Generator(self, **settings).generate(prompts, seed=seed)``."""
+        from nemotron_jax.generation import Generator
+
+        return Generator(self, **settings).generate(prompts, seed=seed)
 
     # ------------------------------------------------------------------------------------------- programs
     def compile(

@@ -1,0 +1,130 @@
+"""One call of the generator on the host: prompts in pieces of bounded size, tokens in chunks of a fixed number of steps."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from nemotron_jax.cache import Cache, MambaCache
+from nemotron_jax.generation.programs import Written, read_program, vocab_columns, write_program
+from nemotron_jax.generation.sampling import GENERATED, IN_CONTEXT, Sampling, controls
+from nemotron_jax.generation.state import Snapshot, restore
+from nemotron_jax.runtime import NemotronH
+
+SMALLEST_PIECE = 16
+
+
+def bucket(n: int, smallest: int) -> int:
+    """The power of two at or above ``n``, and at least ``smallest``: programs are compiled for these sizes only."""
+    return max(smallest, 1 << max(0, n - 1).bit_length())
+
+
+def pieces(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int]]]:
+    """How uneven rows are read in pieces of at most ``most`` tokens: for each piece the (start, stop) of every row.
+
+    Rows end together: all but the last ``most`` tokens of a row are in earlier pieces, and a row's first piece is its short
+    one. So a row is cut in the same places whatever the batch around it.
+    """
+    count = max(1, -(-max(lengths, default=0) // most))
+    for left in range(count - 1, -1, -1):
+        yield [(max(0, n - (left + 1) * most), max(0, n - left * most)) for n in lengths]
+
+
+def read(model: NemotronH, cache: Cache, logits: jax.Array, rows: Sequence[Sequence[int]], most: int) -> tuple[Cache, jax.Array]:
+    """Let every row read its tokens (none: it stays as it is). The cache and the logits are taken.
+
+    Args:
+      rows: new tokens of each row of the cache.
+      most: longest piece.
+    """
+    capacity = cache.capacity or 0
+    for spans in pieces([len(row) for row in rows], most):
+        new = np.array([stop - start for start, stop in spans], np.int32)
+        width = min(bucket(int(new.max(initial=0)), SMALLEST_PIECE), max(most, 1))
+        ids = np.zeros((len(rows), width), np.int32)
+        for i, (start, stop) in enumerate(spans):
+            ids[i, : stop - start] = rows[i][start:stop]
+        cache, logits = read_program(model, len(rows), width, capacity)(ids, new, cache, logits)
+    return cache, logits
+
+
+@dataclasses.dataclass
+class Decoding:
+    """The running state of one call.
+
+    Attributes:
+      cache, logits: on the device, behind ``tokens``.
+      tokens: all tokens of each row so far, prompt and answer.
+      left: [batch] int, tokens each row may still write; 0 where it has ended.
+    """
+
+    model: NemotronH
+    cache: Cache
+    logits: jax.Array
+    tokens: list[list[int]]
+    left: np.ndarray
+    sampling: Sampling
+    seeds: np.ndarray
+    eos: tuple[int, ...]
+    logprobs: int | None
+    steps: int
+    longest_piece: int
+    undo: bool = False
+
+    def __post_init__(self):
+        columns = vocab_columns(self.model)
+        self.prompt_lengths = [len(row) for row in self.tokens]
+        self.used = None
+        traits = self.sampling.traits
+        if traits.penalised:
+            used = np.zeros((len(self.tokens), columns), np.uint8)
+            for i, row in enumerate(self.tokens):
+                used[i, row] = IN_CONTEXT
+            self.used = used
+        self.controls = controls(self.sampling, self.seeds, self.eos, columns)
+        self.program = write_program(
+            self.model, len(self.tokens), self.cache.capacity or 0, self.steps, traits, self.logprobs
+        )
+        self._before: tuple[Snapshot, list[int]] | None = None
+
+    def chunk(self) -> Written:
+        """Write up to ``steps`` tokens in each row that has not ended; host arrays. ``tokens`` and ``left`` follow."""
+        if self.undo:
+            self._before = (self._snapshot(), [len(row) for row in self.tokens])
+        self.cache, self.logits, self.used, written = self.program(
+            self.cache, self.logits, self.used, np.minimum(self.left, self.steps).astype(np.int32), self.controls
+        )
+        written = jax.device_get(written)
+        for i in np.flatnonzero(self.left):
+            column = written.tokens[:, i]
+            row = column[column >= 0].tolist()
+            self.tokens[i] += row
+            self.left[i] = 0 if row[-1] in self.eos else self.left[i] - len(row)
+        return written
+
+    def cut(self, lengths: dict[int, int]) -> None:
+        """End some rows after fewer tokens than the last chunk wrote: by a stop string, known only to the host.
+
+        With ``undo`` the rows' states go back too: to where the chunk began, and over the tokens that stay.
+
+        Args:
+          lengths: row -> tokens that stay, all in all.
+        """
+        again: list[list[int]] = [[] for _ in self.tokens]
+        for i, n in lengths.items():
+            self.left[i] = 0
+            if self._before is not None and n < len(self.tokens[i]):
+                again[i] = self.tokens[i][self._before[1][i] : n]
+            del self.tokens[i][n:]
+        if any(again):
+            back = np.array([bool(row) for row in again])
+            self.cache = restore(self.cache, self._before[0], back)
+            self.cache, self.logits = read(self.model, self.cache, self.logits, again, self.longest_piece)
+
+    def _snapshot(self) -> Snapshot:
+        copy = jax.tree.map(lambda x: x.copy(), [la if isinstance(la, MambaCache) else None for la in self.cache.layers])
+        return Snapshot(tuple(len(row) for row in self.tokens), tuple(copy), self.cache.length.copy(), self.logits.copy())
+
+
+__all__ = ["Decoding", "GENERATED", "bucket", "pieces", "read"]

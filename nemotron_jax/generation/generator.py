@@ -1,0 +1,388 @@
+"""``Generator``: settings of text generation over a loaded model, and the calls that use them."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from nemotron_jax.generation import memory
+from nemotron_jax.generation.decoding import Decoding, bucket, read
+from nemotron_jax.generation.programs import empty
+from nemotron_jax.generation.prompts import Prompt, as_batch, encode
+from nemotron_jax.generation.sampling import Sampling
+from nemotron_jax.generation.state import Snapshot, State
+from nemotron_jax.generation.stopping import EOS, LENGTH, STOP, RowText, check_eos, eos_of
+from nemotron_jax.generation.text import Tokenizer
+from nemotron_jax.runtime import MIN_CAPACITY, NemotronH
+from nemotron_jax.sharding import DATA, axis_size
+
+logger = logging.getLogger("nemotron_jax")
+
+FROM_CHECKPOINT = "checkpoint"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probabilities at one token, in nats, by the model alone (before bias, penalties, temperature and filters).
+
+    Attributes:
+      token: the token that was chosen.
+      logprob: its log-probability.
+      top: the most probable (token, logprob) pairs, best first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What was written after one prompt.
+
+    Attributes:
+      prompt: as it was given.
+      prompt_tokens: what the model read.
+      text: without special tokens, cut before a stop string; None where the model has no tokenizer.
+      tokens: every token written, an end token and those of a stop string included.
+      finish_reason: ``"eos"`` an end token, ``"stop"`` a stop string, ``"length"`` max_new_tokens or the last position.
+      logprobs: one per token, where asked for.
+      seed: of this row.
+    """
+
+    prompt: Prompt
+    prompt_tokens: tuple[int, ...]
+    text: str | None
+    tokens: tuple[int, ...]
+    finish_reason: str
+    seed: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a stream gives out: more of one row.
+
+    Attributes:
+      row: index of the prompt.
+      text: certain text; empty while a character or a stop string is undecided.
+      tokens: tokens of this piece.
+      finish_reason: on the row's last piece, otherwise None.
+      completion: on the row's last piece, the whole of it.
+    """
+
+    row: int
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str | None = None
+    completion: Completion | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation(Sequence):
+    """The completions of a call, in the order of the prompts.
+
+    Attributes:
+      state: behind prompts and answers, with ``keep_state=True``.
+    """
+
+    completions: tuple[Completion, ...]
+    state: State | None = None
+
+    def __getitem__(self, index):
+        return self.completions[index]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generator:
+    """Text generation with fixed settings. Holds no state of a call: after an error it is as good as new.
+
+    Prompts are text, token ids, or chat messages (the checkpoint's template renders them), one or a list of them of any lengths.
+    Rows do not influence each other.
+
+    What compiles a program (each is kept by the model and, on disk, by the compilation cache):
+      reading: number of rows, longest new prompt rounded up to a power of two (16 to ``prefill_chunk``), cache capacity;
+      writing: number of rows, cache capacity, steps per call, which of the sampling settings are in use, ``logprobs``.
+    The cache capacity is the longest row with its new tokens, rounded up to a power of two. Changing a temperature, top_k,
+    top_p, min_p, penalty, bias, seed, stop string or end token compiles nothing, unless it was not in use before.
+
+    Attributes:
+      model: a loaded model on any mesh.
+      tokenizer: default the checkpoint's, if it has one.
+      max_new_tokens: most tokens per answer. Fewer where the model's last position comes first.
+      temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, logit_bias: see :class:`Sampling`.
+      eos: end tokens: an id, several, or None for no end token. Default those of the checkpoint (``generation_config.json``
+        before ``config.json``).
+      stop: texts that end an answer; they are cut off.
+      logprobs: None, or n: log-probabilities of the chosen and the n most probable tokens.
+      steps_per_call: tokens written between two looks of the host; also the grain of a stream.
+      prefill_chunk: longest piece in which prompts are read; bounds the memory of activations.
+      max_positions: longest row; default the config's max_position_embeddings. The family has no position embedding, so a
+        larger number runs; what the model makes of it is another matter.
+    """
+
+    model: NemotronH
+    _: dataclasses.KW_ONLY
+    tokenizer: Tokenizer | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    eos: int | Sequence[int] | None | str = FROM_CHECKPOINT
+    stop: str | Sequence[str] = ()
+    logprobs: int | None = None
+    steps_per_call: int = 32
+    prefill_chunk: int = 2048
+    max_positions: int | None = None
+
+    def __post_init__(self):
+        if self.tokenizer is None:
+            object.__setattr__(self, "tokenizer", self.model.tokenizer)
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        vocab = self.model.config.vocab_size
+        faults = self.sampling.faults(vocab)
+        for name, least in (("max_new_tokens", 0), ("steps_per_call", 1), ("prefill_chunk", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or value < least:
+                faults.append(f"{name}: found {value!r}, accepted an integer of at least {least}")
+        if self.max_positions is not None and self.max_positions < 1:
+            faults.append(f"max_positions: found {self.max_positions}, accepted 1 or more")
+        if self.logprobs is not None and not (isinstance(self.logprobs, int) and 0 <= self.logprobs <= vocab):
+            faults.append(f"logprobs: found {self.logprobs!r}, accepted None or 0 to {vocab}")
+        if bad := [s for s in self.stop if not isinstance(s, str) or not s]:
+            faults.append(f"stop: found {bad}, accepted texts of one character or more")
+        elif self.stop and self.tokenizer is None:
+            faults.append("stop: found texts, accepted none: this model has no tokenizer")
+        try:
+            if self.eos == FROM_CHECKPOINT:
+                ends = eos_of(self.model.config, self.model.folder)
+            else:
+                ends = check_eos(self.eos, vocab)
+            object.__setattr__(self, "eos", ends)
+        except ValueError as error:
+            faults.append(str(error))
+        if faults:
+            raise ValueError("generation: " + "; ".join(faults))
+
+    @functools.cached_property
+    def sampling(self) -> Sampling:
+        return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
+
+    @property
+    def positions(self) -> int:
+        return self.max_positions or self.model.config.max_position_embeddings
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        *,
+        seed: int | Sequence[int] = 0,
+        state: State | None = None,
+        keep_state: bool = False,
+    ) -> Generation:
+        """Write an answer to each prompt.
+
+        Args:
+          prompts: one or several; with ``state`` they go on its rows (None: the rows go on as they are).
+          seed: of the sampling. A row's tokens depend on its seed and its own tokens alone. One number: row i takes seed + i.
+          state: what the rows have behind them; it stays as it is.
+          keep_state: also return the state behind the answers.
+
+        Raises:
+          ValueError: before anything runs, naming every fault of every prompt.
+        """
+        run = self._start(prompts, seed, state, keep_state)
+        done: list[Completion | None] = [None] * len(run.prompts)
+        for piece in self._pieces(run):
+            if piece.completion is not None:
+                done[piece.row] = piece.completion
+        return Generation(tuple(c for c in done if c is not None), self._state(run) if keep_state else None)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        *,
+        seed: int | Sequence[int] = 0,
+        state: State | None = None,
+    ) -> Iterator[Piece]:
+        """The same, piece by piece: each ``steps_per_call`` tokens, every row's new text.
+
+        The texts of a row's pieces joined are its completion's text. Arguments are checked at once, not at the first piece.
+        """
+        return self._pieces(self._start(prompts, seed, state, False))
+
+    def read(self, prompts: Prompt | Sequence[Prompt], *, state: State | None = None) -> State:
+        """Let the model read prompts, and return the state behind them: a shared prefix, to be forked and continued."""
+        run = self._start(prompts, 0, state, True, new_tokens=0)
+        return self._state(run)
+
+    # --------------------------------------------------------------------------------------------- one call
+    def _start(self, prompts, seed, state: State | None, keep_state: bool, new_tokens: int | None = None) -> "_Run":
+        model = self.model
+        new_tokens = self.max_new_tokens if new_tokens is None else new_tokens
+        if state is not None and state.model is not model:
+            raise ValueError("state: found one of another model or mesh, accepted this model's; move it with State.to")
+        if prompts is None and state is None:
+            raise ValueError("prompts: found none, accepted one or more, or a state to continue")
+        given = [""] * len(state) if prompts is None else as_batch(prompts)
+        if not given:
+            raise ValueError("prompts: found an empty list, accepted one prompt or more")
+        if state is not None and len(given) != len(state):
+            raise ValueError(f"prompts: found {len(given)}, accepted {len(state)}, as many as the state has rows")
+        new = (
+            [[] for _ in given]
+            if prompts is None
+            else encode(
+                given, self.tokenizer, model.config.vocab_size, bos=model.config.bos_token_id, continuing=state is not None
+            )
+        )
+        before = [[] for _ in given] if state is None else [list(row) for row in state.tokens]
+        tokens = [a + b for a, b in zip(before, new, strict=True)]
+        faults = [
+            f"prompt {i}: found {len(row)} tokens, accepted {self.positions} (max_positions of the generator raises that)"
+            for i, row in enumerate(tokens)
+            if len(row) > self.positions
+        ]
+        if faults:
+            raise ValueError("; ".join(faults))
+        seeds = _seeds(seed, len(given))
+        left = np.array([min(new_tokens, self.positions - len(row)) for row in tokens], np.int64)
+        if np.any(left < new_tokens):
+            logger.warning("max_new_tokens %d is more than the last position %d leaves in some rows", new_tokens, self.positions)
+
+        batch = len(given) + -len(given) % axis_size(model.mesh, DATA)
+        needed = max(len(row) + int(n) for row, n in zip(tokens, left, strict=True))
+        capacity = bucket(needed, MIN_CAPACITY)
+        padding = batch - len(given)
+        if state is not None:
+            batch = state.cache.batch
+            padding = batch - len(given)
+            capacity = max(capacity, state.cache.capacity or 0)
+        memory.check(model, batch, capacity, min(self.prefill_chunk, max(map(len, new))))
+        cache, logits = empty(model, batch, capacity) if state is None else state.own(capacity)
+        cache, logits = read(model, cache, logits, [*new, *[[]] * padding], self.prefill_chunk)
+        rows = [*tokens, *[[] for _ in range(padding)]]
+        decoding = Decoding(
+            model=model,
+            cache=cache,
+            logits=logits,
+            tokens=rows,
+            left=np.concatenate([left, np.zeros(padding, np.int64)]),
+            sampling=self.sampling,
+            seeds=np.array([*seeds, *[0] * padding], np.uint64),
+            eos=self.eos,
+            logprobs=self.logprobs,
+            steps=min(self.steps_per_call, bucket(int(left.max()), 1)),
+            longest_piece=self.prefill_chunk,
+            undo=keep_state and bool(self.stop),
+        )
+        return _Run(given, [tuple(r) for r in tokens], seeds, decoding, state.snapshots if state is not None else ())
+
+    def _pieces(self, run: "_Run") -> Iterator[Piece]:
+        decoding, rows = run.decoding, range(len(run.prompts))
+        texts = [RowText(self.tokenizer, self.stop) if self.tokenizer is not None else None for _ in rows]
+        written: list[str] = [""] * len(rows)
+        details: list[list[TokenLogprob]] = [[] for _ in rows]
+        open_rows = set(rows)
+        for i in rows:
+            if not decoding.left[i]:
+                yield self._last(run, i, "", (), LENGTH, written, details)
+                open_rows.discard(i)
+        while open_rows:
+            before = [len(decoding.tokens[i]) for i in rows]
+            out = decoding.chunk()
+            cuts: dict[int, int] = {}
+            pieces = {}
+            for i in sorted(open_rows):
+                new, text = decoding.tokens[i][before[i] :], ""
+                if (row_text := texts[i]) is not None:
+                    for n, token in enumerate(new):
+                        text += row_text.push(token)
+                        if row_text.stopped:
+                            cuts[i] = before[i] + n + 1
+                            new = new[: n + 1]
+                            break
+                if self.logprobs is not None:
+                    details[i] += _details(out, i, new)
+                pieces[i] = (tuple(new), text)
+            if cuts:
+                decoding.cut(cuts)
+            for i, (new, text) in pieces.items():
+                reason = None
+                if i in cuts:
+                    reason = STOP
+                elif not decoding.left[i]:
+                    reason = EOS if new[-1] in self.eos else LENGTH
+                    if texts[i] is not None:
+                        text += texts[i].finish()
+                        reason = STOP if texts[i].stopped and reason == LENGTH else reason
+                written[i] += text
+                if reason is None:
+                    if text or new:
+                        yield Piece(i, text, new)
+                else:
+                    open_rows.discard(i)
+                    yield self._last(run, i, text, new, reason, written, details)
+
+    def _last(self, run, i, text, new, reason, written, details) -> Piece:
+        prompt_tokens = run.prompt_tokens[i]
+        completion = Completion(
+            prompt=run.prompts[i],
+            prompt_tokens=prompt_tokens,
+            text=None if self.tokenizer is None else written[i],
+            tokens=tuple(run.decoding.tokens[i][len(prompt_tokens) :]),
+            finish_reason=reason,
+            seed=run.seeds[i],
+            logprobs=None if self.logprobs is None else tuple(details[i]),
+        )
+        return Piece(i, text, new, reason, completion)
+
+    def _state(self, run: "_Run") -> State:
+        tokens = tuple(tuple(row) for row in run.decoding.tokens[: len(run.prompts)])
+        cache = dataclasses.replace(run.decoding.cache, longest=max(map(len, tokens)))
+        return State(self.model, tokens, cache, run.decoding.logits, run.snapshots)
+
+
+@dataclasses.dataclass
+class _Run:
+    """One call: what was asked, and how far it is."""
+
+    prompts: list[Prompt]
+    prompt_tokens: list[tuple[int, ...]]
+    seeds: list[int]
+    decoding: Decoding
+    snapshots: tuple[Snapshot, ...]
+
+
+def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    seeds = [seed + i for i in range(rows)] if isinstance(seed, int | np.integer) else list(seed)
+    if len(seeds) != rows:
+        raise ValueError(f"seed: found {len(seeds)}, accepted one number or {rows}, as many as prompts")
+    if bad := [s for s in seeds if not isinstance(s, int | np.integer)]:
+        raise ValueError(f"seed: found {bad[0]!r}, accepted integers")
+    return [int(s) & 0xFFFFFFFFFFFFFFFF for s in seeds]
+
+
+def _details(out: Any, row: int, tokens: Sequence[int]) -> list[TokenLogprob]:
+    found = []
+    for step, token in enumerate(tokens):
+        top: tuple[tuple[int, float], ...] = ()
+        if out.top_ids is not None:
+            pairs = zip(out.top_ids[step, row].tolist(), out.top_logprobs[step, row].tolist(), strict=True)
+            top = tuple(pairs)
+        found.append(TokenLogprob(token, float(out.logprobs[step, row]), top))
+    return found
+
+
+__all__ = ["Completion", "Generation", "Generator", "Piece", "TokenLogprob", "jax"]
