@@ -1,5 +1,5 @@
 """Checkpoints in, checkpoints out."""
 
-from nemotron_jax.weights.load import load
+from nemotron_jax.weights.loading import load
 
 __all__ = ["load"]

@@ -50,6 +50,7 @@ def load(
     config = NemotronHConfig.from_json(folder)
     checkpoint = Checkpoint(folder)
     model = NemotronH(config, mesh=mesh, rules=rules, dtype=dtype, fusion=fusion)
+    model.folder = folder
     used = check_tensors(model, checkpoint)
     total = sum(int(np.prod(p.layout.global_shape)) * jnp.dtype(p.dtype).itemsize for p in model.parameters)
     logger.info("loading %s: %d tensors, %.1f MB", folder, len(used), checkpoint.bytes(used) / 1e6)
