@@ -12,7 +12,9 @@ from nemotron_jax.runtime import NemotronH
 from nemotron_jax.sharding import Layout
 
 
-def unpack(layout: Layout, packed: np.ndarray, dim: int, sections: str | tuple[str, ...] | None = None, unit: int = 1) -> np.ndarray:
+def unpack(
+    layout: Layout, packed: np.ndarray, dim: int, sections: str | tuple[str, ...] | None = None, unit: int = 1
+) -> np.ndarray:
     """The rows of some sections in checkpoint order, each once.
 
     Args:
@@ -28,7 +30,9 @@ def unpack(layout: Layout, packed: np.ndarray, dim: int, sections: str | tuple[s
     kept = [s for s in layout.sections if sections is None or s.name in sections]
     width = sum(s.width() for s in kept) // unit
     if packed.shape[dim] != width * layout.ranks:
-        raise ValueError(f"found {packed.shape[dim]} entries along dimension {dim}, accepted {width} for each of {layout.ranks} ranks")
+        raise ValueError(
+            f"found {packed.shape[dim]} entries along dimension {dim}, accepted {width} on each of {layout.ranks} ranks"
+        )
     origin = {s.tensor: min(k.start for k in kept if k.tensor == s.tensor) for s in kept}
     total = sum(s.size for s in kept) // unit
     out = np.zeros((*packed.shape[:dim], total, *packed.shape[dim + 1 :]), packed.dtype)
@@ -59,8 +63,9 @@ def states(model: NemotronH, cache: Cache, tokens: int) -> dict[str, np.ndarray]
       tokens: how many slots of the KV buffers to return.
 
     Returns:
-      ``conv`` [Mamba blocks, batch, channels, conv_kernel - 1], oldest input first; ``ssm`` [Mamba blocks, batch, heads,
-      head_dim, state]; ``k``, ``v`` [attention blocks, batch, KV heads, tokens, head_dim]. A kind without blocks is left out.
+      ``conv`` [Mamba blocks, batch, channels, conv_kernel - 1], oldest input first; ``ssm`` [Mamba blocks, batch,
+      heads, head_dim, state]; ``k``, ``v`` [attention blocks, batch, KV heads, tokens, head_dim]. A kind without
+      blocks is left out.
     """
     found: dict[str, list[np.ndarray]] = {"conv": [], "ssm": [], "k": [], "v": []}
     for i, layer in enumerate(cache.layers):

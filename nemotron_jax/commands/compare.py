@@ -21,14 +21,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="model, or a saved run (default: the shipped model)")
     parser.add_argument("reference", nargs="?", metavar="REFERENCE.npz", help="what to compare with")
     cli.add_model_arguments(parser)
-    parser.add_argument("--variant", default="fixed", metavar="NAME", help="of the reference: hf, fixed (default), kernel")
+    parser.add_argument(
+        "--variant", default="fixed", metavar="NAME", help="of the reference: hf, fixed (default), kernel"
+    )
     parser.add_argument(
         "--tolerance", type=float, metavar="X", help="largest absolute difference accepted (default: 1e-4 in float32)"
     )
-    parser.add_argument("--save", type=Path, metavar="RUN.npz", help="also save our arrays, as a reference for later runs")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the error behind each layer (needs matplotlib)")
-    parser.add_argument("--random", nargs=2, type=cli.positive, default=(2, 37), metavar=("B", "T"), help="size of a run without reference")
-    parser.add_argument("--new-tokens", type=cli.positive, default=32, metavar="N", help="greedy tokens of a run without reference")
+    parser.add_argument(
+        "--save", type=Path, metavar="RUN.npz", help="also save our arrays, as a reference for later runs"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the error behind each layer (needs matplotlib)"
+    )
+    parser.add_argument(
+        "--random",
+        nargs=2,
+        type=cli.positive,
+        default=(2, 37),
+        metavar=("B", "T"),
+        help="size of a run without reference",
+    )
+    parser.add_argument(
+        "--new-tokens", type=cli.positive, default=32, metavar="N", help="greedy tokens of a run without reference"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random ids")
 
 
@@ -37,12 +52,16 @@ def run(args: argparse.Namespace) -> int:
     if reference_name is None and args.save is None and str(model_name).endswith(".npz"):
         model_name, reference_name = None, model_name
     if reference_name is None and args.save is None:
-        raise ValueError("compare: found no reference; accepted: compare MODEL REFERENCE.npz, or compare MODEL --save RUN.npz")
+        raise ValueError(
+            "compare: found no reference; accepted: compare MODEL REFERENCE.npz, or compare MODEL --save RUN.npz"
+        )
     if args.plot is not None and reference_name is None:
         raise ValueError("--plot draws a comparison: name a reference")
     from nemotron_jax.parity import read_reference
 
-    reference = None if reference_name is None else read_reference(reference_name, args.variant)  # before anything is loaded
+    reference = (
+        None if reference_name is None else read_reference(reference_name, args.variant)
+    )  # before anything is loaded
     saved = model_name is not None and str(model_name).endswith(".npz")
     if saved and args.save is not None:
         raise ValueError(f"--save: {model_name} is a saved run already")
@@ -104,7 +123,11 @@ def _compare(args: argparse.Namespace, found, reference, report: dict, devices: 
         plot(comparison, args.plot)
     if args.json:
         mesh = report.get("mesh", {})
-        extra = {"tensor_parallel": mesh.get("tensor", 1), "fused_boundaries": report.get("fused_boundaries"), "devices": devices}
+        extra = {
+            "tensor_parallel": mesh.get("tensor", 1),
+            "fused_boundaries": report.get("fused_boundaries"),
+            "devices": devices,
+        }
         cli.print_json({**comparison.to_json(), **extra})
     else:
         print(text(comparison))

@@ -1,4 +1,4 @@
-"""``compare``: every array of a reference against ours, what that says about each layer, and whether it is good enough."""
+"""``compare``: every array of a reference against ours, what that says of each layer, and whether it will do."""
 
 import dataclasses
 import logging
@@ -55,7 +55,7 @@ class Greedy:
     Attributes:
       matches, total: how many count as the stored ones, of how many.
       ties: how many stored margins are below the tie rule's limit.
-      divergence: array name -> for each row, the first position where our choice differs from the stored token (None: nowhere).
+      divergence: array name -> per row, the first position where our choice is not the stored token (None: none).
     """
 
     matches: int = 0
@@ -69,18 +69,25 @@ class NarrowRule:
     """The rule for bfloat16 and float16: relative rms error against float64 over the whole case.
 
     Attributes:
-      ours: our error.
+      ours: our error in one forward pass over prompt and greedy tokens.
       pytorch: variant -> its error, over the positions whose prefix is the oracle's.
       limit: 1.05 times the larger of ``fixed`` and ``kernel``.
+      steps: the same errors where the greedy tokens came from cached steps, ours under ``ours``. Judged
+        alike.
     """
 
     ours: float
     pytorch: Mapping[str, float]
     limit: float
+    steps: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def holds(self) -> bool:
-        return self.ours <= self.limit
+        return self.ours <= self.limit and self.steps.get("ours", 0.0) <= self.steps_limit
+
+    @property
+    def steps_limit(self) -> float:
+        return NARROW_FACTOR * max((self.steps[v] for v in ("fixed", "kernel") if v in self.steps), default=math.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +152,11 @@ class Comparison:
         d = dataclasses.asdict
         heldout = None
         if self.heldout is not None:
-            heldout = {"nats": self.heldout[0], "reference": self.heldout[1], "difference": self.heldout[0] - self.heldout[1]}
+            heldout = {
+                "nats": self.heldout[0],
+                "reference": self.heldout[1],
+                "difference": self.heldout[0] - self.heldout[1],
+            }
         result = {
             "reference": self.source,
             "variant": self.variant,
@@ -212,7 +223,9 @@ def compare(
         found, run = dict(mine.arrays), dict(mine.report)
         for name in INPUTS:
             if name in mine and name in reference and not np.array_equal(mine[name], reference[name]):
-                raise ValueError(f"{name}: {mine.source} and {reference.source} ran other tokens; only runs of the same ones compare")
+                raise ValueError(
+                    f"{name}: {mine.source} and {reference.source} ran other tokens; only runs of the same ones compare"
+                )
     return compare_arrays(found, reference, run, tolerance=tolerance)
 
 
@@ -222,7 +235,9 @@ def check_fit(model: NemotronH, reference: Reference) -> None:
     for name in ("ids", "pad_ids", "greedy", "pad_greedy", "heldout_ids"):
         a = reference.arrays.get(name)
         if a is not None and a.size and not (0 <= a.min() and a.max() < config.vocab_size):
-            faults.append(f"{name}: found ids {a.min()} to {a.max()}, accepted 0 to {config.vocab_size - 1} (vocab_size)")
+            faults.append(
+                f"{name}: found ids {a.min()} to {a.max()}, accepted 0 to {config.vocab_size - 1} (vocab_size)"
+            )
     pattern = config.hybrid_override_pattern
     expected = {"layer": {0: len(pattern), -1: config.hidden_size}, "mixer": {0: len(pattern), -1: config.hidden_size}}
     expected |= {name: {-1: config.hidden_size} for name in ("embed", "final")}
@@ -259,8 +274,14 @@ def compare_arrays(
     pattern = str(run.get("pattern") or reference.report.get("pattern") or "")
     layers = _layers(pairs, pattern)
     logits = {name: tuple(x.reshape(-1, x.shape[-1]) for x in pair) for name, pair in pairs.items() if name in LOGITS}
-    distributions = {name: value for name, pair in logits.items() if (value := metrics.distributions(*pair)) is not None}
-    chosen = metrics.experts(dict(found), dict(reference.arrays)) if "topk_idx" in found and "topk_idx" in reference else None
+    distributions = {
+        name: value for name, pair in logits.items() if (value := metrics.distributions(*pair)) is not None
+    }
+    chosen = (
+        metrics.experts(dict(found), dict(reference.arrays))
+        if "topk_idx" in found and "topk_idx" in reference
+        else None
+    )
     greedy = _greedy(found, reference)
     heldout = None
     if all(name in reference for name in HELDOUT) and "heldout_nats" in found:
@@ -279,13 +300,17 @@ def compare_arrays(
         within = rule.holds
         if not within:
             problems.append(f"relative rms error {rule.ours:.4g} against float64, accepted {rule.limit:.4g}")
+            if rule.steps:
+                problems.append(f"the same of cached steps: {rule.steps['ours']:.4g}, accepted {rule.steps_limit:.4g}")
     if heldout is not None and tolerance != math.inf:
         accepted = HELDOUT_TOLERANCE["narrow" if narrow else "float32"]
         if not abs(heldout[0] - heldout[1]) <= accepted:
-            problems.append(f"held-out loss {heldout[0]:.6f}, the reference's {heldout[1]:.6f}, accepted within {accepted:g}")
+            problems.append(
+                f"held-out loss {heldout[0]:.6f}, the reference's {heldout[1]:.6f}, accepted within {accepted:g}"
+            )
     return Comparison(
-        reference.source, reference.variant, dict(run), tolerance, arrays, layers, within, first, greedy, distributions, chosen,
-        heldout, rule, (*reference.skipped, *absent), reference.unknown, tuple(problems),
+        reference.source, reference.variant, dict(run), tolerance, arrays, layers, within, first, greedy, distributions,
+        chosen, heldout, rule, (*reference.skipped, *absent), reference.unknown, tuple(problems),
     )  # fmt: skip
 
 
@@ -351,7 +376,7 @@ def _greedy(found: Mapping[str, np.ndarray], reference: Reference) -> Greedy:
 
 
 def _is_narrow(reference: Reference) -> bool:
-    """Whether the reference was computed in a narrow dtype: its writer says so, or every activation is a bfloat16 value."""
+    """Whether a narrow dtype computed the reference: its writer says so, or all activations are bfloat16 values."""
     if reference.report.get("dtype"):
         return reference.report["dtype"] != "float32"
     kept = [reference[name] for name in ("embed", "layer", "mixer") if name in reference]
@@ -365,25 +390,33 @@ def _narrow_rule(found: Mapping[str, np.ndarray], reference: Reference) -> Narro
     oracle = reference.arrays.get("oracle/logits")
     if oracle is None or "full_logits" not in found:
         return None
-    sides = {f"{v}/{n}": reference.others[f"{v}/{n}"] for v in VARIANTS for n in ("greedy", "full_logits") if f"{v}/{n}" in reference.others}
-    for name in ("greedy", "full_logits"):
-        if name in reference:
-            sides[f"{reference.variant}/{name}"] = reference[name]
-    tokens = sides.get("fixed/greedy")
+    names = ("greedy", "full_logits", "logits", "greedy_logits")
+    sides = {v: {n: reference.others[f"{v}/{n}"] for n in names if f"{v}/{n}" in reference.others} for v in VARIANTS}
+    sides[reference.variant] = reference.only(names)
+    tokens = sides["fixed"].get("greedy")
     if tokens is None:
         return None
     prompt = oracle.shape[1] - tokens.shape[1]
 
     def error(logits: np.ndarray, greedy: np.ndarray) -> float:
         follows = np.cumprod(greedy == tokens, axis=1).astype(bool)  # a row means the same until its tokens part
-        same = np.concatenate([np.ones((len(tokens), prompt), bool), follows], 1)
-        return difference(logits[same], oracle[same]).relative_rms
+        same = np.concatenate([np.ones((len(tokens), prompt), bool), follows], 1)[:, : logits.shape[1]]
+        return difference(logits[same], oracle[:, : logits.shape[1]][same]).relative_rms
+
+    def stepped(side: Mapping[str, np.ndarray]) -> np.ndarray:
+        return np.concatenate([side["logits"], side["greedy_logits"][:, 1:]], 1)
 
     errors = {
-        v: error(sides[f"{v}/full_logits"], sides[f"{v}/greedy"])
-        for v in VARIANTS if f"{v}/full_logits" in sides and f"{v}/greedy" in sides
-    }  # fmt: skip
+        v: error(side["full_logits"], side["greedy"])
+        for v, side in sides.items()
+        if {"full_logits", "greedy"} <= set(side)
+    }
+    steps = {
+        v: error(stepped(side), side["greedy"])
+        for v, side in (*sides.items(), ("ours", found))
+        if set(names) <= set(side)
+    }
     judged = [errors[v] for v in ("fixed", "kernel") if v in errors]
     if not judged:
         return None
-    return NarrowRule(error(found["full_logits"], found["greedy"]), errors, NARROW_FACTOR * max(judged))
+    return NarrowRule(error(found["full_logits"], found["greedy"]), errors, NARROW_FACTOR * max(judged), steps)

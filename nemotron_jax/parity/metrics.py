@@ -1,4 +1,4 @@
-"""How far two arrays are apart. Everything in float64; a NaN or an infinity on one side alone counts as infinitely far."""
+"""How far two arrays are apart, in float64. A NaN or an infinity on one side alone counts as infinitely far."""
 
 import dataclasses
 import math
@@ -66,7 +66,9 @@ class Distributions:
     tokens: int
 
 
-def distributions(ours: Float[np.ndarray, "tokens vocab"], reference: Float[np.ndarray, "tokens vocab"]) -> Distributions | None:
+def distributions(
+    ours: Float[np.ndarray, "tokens vocab"], reference: Float[np.ndarray, "tokens vocab"]
+) -> Distributions | None:
     """Compare logits row by row; None where there is no row."""
     if not len(ours):
         return None
@@ -97,7 +99,7 @@ def greedy_matches(
     best: Int[np.ndarray, "batch n 2"] | None,
     tie: float,
 ) -> Bool[np.ndarray, "batch n"]:
-    """Which of our greedy choices count as the stored ones: equal, or one of the two best where their margin is below ``tie``."""
+    """Which choices count as the stored ones: equal, or one of the two best where their margin is below ``tie``."""
     matches = choice == stored
     if margin is None or best is None:
         return matches
@@ -111,8 +113,8 @@ class Experts:
     Attributes:
       agreement: share of (block, token) with the same set.
       tokens: how many (block, token) were compared.
-      flips: for each other one, (block index among the mixture-of-experts blocks, token, the reference's score gap between the
-        last expert chosen and the first left out; NaN where it stores none).
+      flips: for each other one, (block index among the mixture-of-experts blocks, token, the reference's score gap
+        between the last expert chosen and the first left out; NaN where it stores none).
       weights: difference of the weights where the sets agree.
     """
 
@@ -123,7 +125,7 @@ class Experts:
 
 
 def experts(ours: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -> Experts:
-    """Compare ``topk_idx`` [blocks, tokens, k] ascending, with ``topk_w`` and ``topk_gap`` where the reference has them."""
+    """Compare ``topk_idx`` [blocks, tokens, k] ascending, and ``topk_w`` where the reference has it."""
     chosen, stored = ours["topk_idx"], reference["topk_idx"]
     same = (chosen == stored).all(-1)
     gap = reference.get("topk_gap", np.full(same.shape, np.nan))

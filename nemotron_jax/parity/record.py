@@ -1,4 +1,4 @@
-"""Our model's side of a comparison: the same arrays, under the same names, as ``scripts/dump_pytorch_reference.py`` writes."""
+"""Our side of a comparison: the arrays that ``scripts/dump_pytorch_reference.py`` writes, under the same names."""
 
 import json
 import logging
@@ -19,7 +19,17 @@ from nemotron_jax.sharding import DATA, axis_size
 logger = logging.getLogger("nemotron_jax")
 
 HELDOUT_TOKENS = 4096  # tokens of held-out text per forward pass
-ALL = (*STREAM, *STATES, *EXPERTS, "logits", "full_logits", "greedy_logits", "pad_logits", "pad_greedy_logits", "heldout_nats")
+ALL = (
+    *STREAM,
+    *STATES,
+    *EXPERTS,
+    "logits",
+    "full_logits",
+    "greedy_logits",
+    "pad_logits",
+    "pad_greedy_logits",
+    "heldout_nats",
+)
 
 
 def host(x: jax.Array, rows: int, dim: int = 0) -> np.ndarray:
@@ -43,8 +53,8 @@ def record(
 
     Args:
       model: with weights.
-      inputs: ``ids`` (B, T), and where wanted ``pad_ids``, ``pad_mask`` (R, T), ``heldout_ids`` (W, L + 1). ``greedy`` (B, N)
-        and ``pad_greedy`` (R, N) are the tokens to go on with; without them the model's own greedy choice is taken.
+      inputs: ``ids`` (B, T), and where wanted ``pad_ids``, ``pad_mask`` (R, T), ``heldout_ids`` (W, L + 1). ``greedy``
+        (B, N) and ``pad_greedy`` (R, N) are the tokens to go on with; without them the model's own choice is taken.
       wanted: names of the reference file's arrays.
       new_tokens: how many greedy tokens, where they are not given.
 
@@ -53,7 +63,9 @@ def record(
       ``greedy_logits`` from one cached step per token, so both paths are there to be compared.
     """
     wanted = set(wanted)
-    found: dict[str, np.ndarray] = {k: np.asarray(v) for k, v in inputs.items() if k in ("ids", "pad_ids", "pad_mask", "heldout_ids")}
+    found: dict[str, np.ndarray] = {
+        k: np.asarray(v) for k, v in inputs.items() if k in ("ids", "pad_ids", "pad_mask", "heldout_ids")
+    }
     continued = bool(wanted & {"full_logits", "greedy_logits"})
     if wanted & {*STREAM, *STATES, *EXPERTS, "logits", "full_logits", "greedy_logits"}:
         ids = found["ids"]
@@ -86,7 +98,11 @@ def _prompt_arrays(model: NemotronH, out: Output, batch: int, tokens: int, wante
     found = {"logits": host(out.logits, batch)}
     hidden = out.hidden_states
     if hidden is not None:
-        found |= {"embed": host(hidden.embed, batch), "layer": host(hidden.layers, batch, 1), "final": host(hidden.final, batch)}
+        found |= {
+            "embed": host(hidden.embed, batch),
+            "layer": host(hidden.layers, batch, 1),
+            "final": host(hidden.final, batch),
+        }
         if hidden.mixers is not None:
             found["mixer"] = host(hidden.mixers, batch, 1)
         if hidden.experts is not None:
@@ -106,17 +122,24 @@ def _greedy(model, out: Output, ids, mask, forced, n: int, prefix: str) -> dict[
     tokens = []
     cache = out.cache
     for i in range(n):
-        tokens.append(np.asarray(forced[:, i], np.int32) if forced is not None else logits[-1].argmax(-1).astype(np.int32))
+        tokens.append(
+            np.asarray(forced[:, i], np.int32) if forced is not None else logits[-1].argmax(-1).astype(np.int32)
+        )
         if i + 1 < n:
             out = model(filled(model, tokens[-1][:, None]), cache)
             cache = out.cache
             logits.append(host(out.logits, batch)[:, 0])
     if not n:
-        return {f"{prefix}greedy": np.zeros((batch, 0), np.int32), f"{prefix}greedy_logits": np.zeros((batch, 0, logits[0].shape[-1]), np.float32)}
+        return {
+            f"{prefix}greedy": np.zeros((batch, 0), np.int32),
+            f"{prefix}greedy_logits": np.zeros((batch, 0, logits[0].shape[-1]), np.float32),
+        }
     stacked = np.stack(logits, 1)
     return {
-        f"{prefix}greedy": np.stack(tokens, 1), f"{prefix}greedy_logits": stacked, f"{prefix}greedy_margin": two_best(stacked)[1],
-    }  # fmt: skip
+        f"{prefix}greedy": np.stack(tokens, 1),
+        f"{prefix}greedy_logits": stacked,
+        f"{prefix}greedy_margin": two_best(stacked)[1],
+    }
 
 
 def heldout_loss(model: NemotronH, windows: np.ndarray) -> float:
@@ -130,7 +153,7 @@ def heldout_loss(model: NemotronH, windows: np.ndarray) -> float:
     total, count = 0.0, 0
     for start in range(0, len(windows), rows):
         part = windows[start : start + rows]
-        full = np.concatenate([part, np.repeat(part[-1:], rows - len(part), axis=0)]) if len(part) < rows else part
+        full = np.concatenate([part, np.repeat(part[-1:], rows - len(part), axis=0)])
         logits = host(model(full[:, :-1]).logits, len(part))
         losses = np.take_along_axis(log_softmax(logits), part[:, 1:, None].astype(np.int64), -1)
         total -= float(losses.sum())

@@ -63,7 +63,7 @@ def read_reference(source: "str | Path | Mapping[str, np.ndarray]", variant: str
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not an .npz; no array of this variant; ids absent; shapes that contradict each other. All faults at once.
+      ValueError: not an .npz; no array of this variant; ids absent; shapes that contradict each other. All at once.
     """
     if isinstance(source, Mapping):
         name, raw = "arrays", dict(source)
@@ -75,7 +75,9 @@ def read_reference(source: "str | Path | Mapping[str, np.ndarray]", variant: str
             with np.load(source, allow_pickle=False) as file:
                 raw = {key: file[key] for key in file.files}
         except Exception as error:
-            raise ValueError(f"{name}: found a file that NumPy cannot read ({error}), accepted an .npz of arrays") from error
+            raise ValueError(
+                f"{name}: found a file that NumPy cannot read ({error}), accepted an .npz of arrays"
+            ) from error
     prefixes = sorted({key.partition("/")[0] for key in raw if "/" in key} - {"oracle"})
     arrays: dict[str, np.ndarray] = {}
     for key in KNOWN:
@@ -126,7 +128,12 @@ def _faults(arrays: dict[str, np.ndarray]) -> list[str]:
     batch, tokens = ids.shape
     new = arrays["greedy"].shape[1] if "greedy" in arrays else 0
     expected = {"embed": (batch, tokens), "final": (batch, tokens), "logits": (batch, tokens)}
-    expected |= {"full_logits": (batch, tokens + new), "greedy": (batch, new), "greedy_logits": (batch, new), "greedy_margin": (batch, new)}
+    expected |= {
+        "full_logits": (batch, tokens + new),
+        "greedy": (batch, new),
+        "greedy_logits": (batch, new),
+        "greedy_margin": (batch, new),
+    }
     for name, shape in expected.items():
         if name in arrays and arrays[name].shape[:2] != shape:
             faults.append(f"{name}: found shape {arrays[name].shape}, accepted {shape} first, from ids and greedy")
