@@ -9,6 +9,8 @@ c chunks, l position in a chunk; x experts.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,9 @@ from nemotron_jax.layers.linear import weight
 from nemotron_jax.layers.mamba import Mamba
 from nemotron_jax.layers.mlp import MLP
 from nemotron_jax.layers.moe import MoE
+from nemotron_jax.layers.mtp import MTPStep
 from nemotron_jax.layers.vocabulary import Embedding, Head
-from nemotron_jax.sharding import Axis, ShardingRules, whole
+from nemotron_jax.sharding import Axis, ShardingRules, vary_like, whole
 
 
 @jax.tree_util.register_dataclass
@@ -88,16 +91,20 @@ class Block(nnx.Module):
 class Network(nnx.Module):
     """The whole model as one rank computes it."""
 
-    def __init__(self, config: NemotronHConfig, *, axis: Axis, rules: ShardingRules, dtype, residual_dtype):
+    def __init__(
+        self, config: NemotronHConfig, *, axis: Axis, rules: ShardingRules, dtype, residual_dtype, mtp: bool = False
+    ):
         self.config, self.axis, self.residual_dtype = config, axis, residual_dtype
         vocab = axis if rules.vocab else Axis()
+        block = functools.partial(Block, axis=axis, rules=rules, dtype=dtype)
         self.embeddings = Embedding(config, axis=vocab, dtype=dtype)
         self.layers = nnx.List(
-            Block(kind, config.layer(i), f"layers.{i}.", axis=axis, rules=rules, dtype=dtype)
-            for i, kind in enumerate(config.hybrid_override_pattern)
+            block(kind, config.layer(i), f"layers.{i}.") for i, kind in enumerate(config.hybrid_override_pattern)
         )
         self.norm_f = weight(whole("norm_f.weight", (config.hidden_size,)), jnp.float32)
         self.lm_head = Head(config, axis=vocab, dtype=dtype)
+        steps = config.num_nextn_predict_layers if mtp else 0
+        self.mtp = nnx.List(MTPStep(config, i, block=block, axis=axis, dtype=dtype) for i in range(steps))
 
     def __call__(
         self, ids: Int[Array, "batch tokens"], cache: Cache, rows: Rows, plan: FusionPlan, *, state=None, capture: bool = False
@@ -138,6 +145,30 @@ class Network(nnx.Module):
         mixers = jnp.stack(mixers) if self.layers else stream
         experts = tuple(jnp.stack(v) for v in zip(*experts, strict=True)) if experts else None
         return final, cache, HiddenStates(embed, stream, final, mixers, experts)
+
+    def draft(
+        self,
+        hidden: Float[Array, "batch tokens hidden"],
+        next_ids: Int[Array, "batch tokens"],
+        cache: Cache | None,
+        rows: Rows,
+        plan: FusionPlan,
+        *,
+        step: int = 0,
+        state=None,
+    ) -> tuple[Float[Array, "batch tokens hidden"], Cache | None]:
+        """MTP step ``step``: states whose :meth:`logits` predict the token after ``next_ids``, and the step's cache.
+
+        Args:
+          hidden: of each token, after the final norm, or from the step before.
+          next_ids: the token that follows each, real ones packed to the left of each row.
+          cache: of this step (None: rows start here), with the pattern ``config.mtp_hybrid_override_pattern``.
+          plan: of the step's own boundaries.
+        """
+        with jax.named_scope(f"mtp_{step}"):
+            return self.mtp[step](
+                self.embeddings(next_ids), hidden, cache, rows, plan, residual_dtype=self.residual_dtype, state=state
+            )
 
     def logits(self, x: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens local_vocab"]:
         """This rank's columns of the float32 logits."""
@@ -183,3 +214,44 @@ def forward(
             unpack(hidden.embed, 1), unpack(hidden.layers, 2), unpack(hidden.final, 1), unpack(hidden.mixers, 2), experts
         )
     return network.logits(x), cache, hidden
+
+
+def draft(network: Network, hidden, next_ids, mask, cache: Cache, plan: FusionPlan, *, step: int = 0, state=None):
+    """Logits (this rank's columns), states and cache of an MTP step at the places where the caller put the tokens."""
+    rows, order = pack(mask, cache.length, next_ids.shape[1])
+    if order is not None:
+        next_ids = jnp.take_along_axis(next_ids, order, axis=1)
+        hidden = jnp.take_along_axis(hidden, order[..., None], axis=1)
+    x, cache = network.draft(hidden, next_ids, cache, rows, plan, step=step, state=state)
+    if order is not None:
+        x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
+    return network.logits(x), x, cache
+
+
+def forward_mtp(network: Network, ids, mask, plan: FusionPlan, mtp_plans: Sequence[FusionPlan], *, state=None):
+    """Logits (this rank's columns) for the token ``depth`` + 1 places on, from each token that has ``depth`` known ones behind it.
+
+    Step d takes the states of the step before and the tokens d + 1 places on; where fewer are stored, the last one runs again.
+
+    Args:
+      ids, mask: [batch, tokens].
+      plan: of the model's boundaries.
+      mtp_plans: of each step's, ``depth`` of them.
+
+    Returns:
+      [batch, tokens - depth, local vocab], at the places where the tokens stand.
+    """
+    start = vary_like(jnp.zeros((ids.shape[0],), jnp.int32), ids)
+    rows, order = pack(mask, start, ids.shape[1])
+    if order is not None:
+        ids = jnp.take_along_axis(ids, order, axis=1)
+    x, _, _ = network(ids, Cache((None,) * len(network.layers), start), rows, plan, state=state)
+    for d, mtp_plan in enumerate(mtp_plans):
+        new = jnp.maximum(rows.new - 1, 0)
+        valid = None if rows.valid is None else rows.valid[:, 1:]
+        rows, ids = Rows(start, new, valid), ids[:, 1:]
+        x, _ = network.draft(x[:, :-1], ids, None, rows, mtp_plan, step=min(d, len(network.mtp) - 1), state=state)
+    if order is not None:
+        back = jnp.argsort(order, axis=1)[:, : x.shape[1]]
+        x = jnp.take_along_axis(jnp.pad(x, ((0, 0), (0, len(mtp_plans)), (0, 0))), back[..., None], axis=1)
+    return network.logits(x)

@@ -23,7 +23,7 @@ from nemotron_jax import fusion
 from nemotron_jax.cache import AttentionCache, Cache, CacheShapes, allocate, cache_shapes
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import Weight
-from nemotron_jax.model import HiddenStates, Network, forward
+from nemotron_jax.model import HiddenStates, Network, draft, forward, forward_mtp
 from nemotron_jax.parameters import Reader, assemble, random_reader
 from nemotron_jax.sharding import DATA, TENSOR, Axis, Layout, ShardingRules, axis_size, check_degree, make_mesh
 from pallas_kernels.allreduce_rms_norm import flags_state_specs, make_flags_state, peers_reachable
@@ -50,6 +50,21 @@ class Output:
     logits: Float[Array, "batch tokens vocab"]
     cache: Cache
     hidden_states: HiddenStates | None = None
+
+
+@dataclasses.dataclass
+class Draft:
+    """What an MTP step returns.
+
+    Attributes:
+      logits: [batch, tokens, vocab] float32, for the token after ``next_ids``.
+      hidden: [batch, tokens, hidden], what a further step takes.
+      cache: of the step, behind the new tokens.
+    """
+
+    logits: Float[Array, "batch tokens vocab"]
+    hidden: Float[Array, "batch tokens hidden"]
+    cache: Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +95,7 @@ class NemotronH:
         dtype: Any = None,
         fusion: str = "auto",
         state_dtype: Any = jnp.float32,
+        mtp: bool = False,
         rngs: "nnx.Rngs | int | None" = None,
         reader: Reader | None = None,
         progress: Callable[[int], None] = lambda bytes_read: None,
@@ -93,6 +109,7 @@ class NemotronH:
           dtype: of matrices and activations; default the config's. Norms, convolution, A_log, D, dt_bias, biases and router stay float32.
           fusion: fusion plan (see ``fusion.parse_plan``).
           state_dtype: of the SSM state in the cache.
+          mtp: also hold the multi-token-prediction layers (:meth:`draft`, :meth:`mtp_logits`).
           rngs: seed of random values.
           reader: where the values come from.
           progress: called with the number of bytes read.
@@ -106,7 +123,10 @@ class NemotronH:
         if unknown:
             raise ValueError(f"mesh axes: found {self.mesh.axis_names}, accepted {DATA!r} and {TENSOR!r}")
         self.axis = Axis(TENSOR, axis_size(self.mesh, TENSOR))
-        check_degree(config, self.axis.size, self.rules)
+        self.mtp = mtp
+        if mtp and not config.num_mtp_layers:
+            raise ValueError("mtp: the model has no multi-token-prediction layers (num_nextn_predict_layers = 0)")
+        check_degree(config, self.axis.size, self.rules, mtp)
         self.dtype = jnp.dtype(dtype or config.dtype)
         if self.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
             raise ValueError(f"dtype: found {self.dtype}, accepted float32, bfloat16, float16")
@@ -115,7 +135,9 @@ class NemotronH:
         self.fusion = fusion
         self._check_plan()
 
-        network = Network(config, axis=self.axis, rules=self.rules, dtype=self.dtype, residual_dtype=self.residual_dtype)
+        network = Network(
+            config, axis=self.axis, rules=self.rules, dtype=self.dtype, residual_dtype=self.residual_dtype, mtp=mtp
+        )
         self._graphdef, state = nnx.split(network)
         flat = nnx.to_flat_state(state)
         self.parameters = tuple(
@@ -170,14 +192,19 @@ class NemotronH:
 
     def plan(self, batch: int, tokens: int) -> "fusion.FusionPlan":
         """What runs at each boundary for ``batch`` rows of ``tokens`` new tokens."""
-        local = (batch // max(1, axis_size(self.mesh, DATA))) * tokens
-        reachable = self.axis.size == 1 or peers_reachable(self.mesh)
-        return self._resolve(local, reachable)
+        return self._resolve(batch, tokens, self.fusion, self.config.hybrid_override_pattern)
 
-    def _resolve(self, local_tokens: int, reachable: bool) -> "fusion.FusionPlan":
+    def mtp_plan(self, batch: int, tokens: int) -> "fusion.FusionPlan":
+        """The same for an MTP step. A plan of ``layers:`` names the model's own boundaries, so the step defers nothing then."""
+        spec = "none" if self.fusion.startswith("layers:") else self.fusion
+        return self._resolve(batch, tokens, spec, self.config.mtp_hybrid_override_pattern)
+
+    def _resolve(self, batch: int, tokens: int, spec: str, pattern: str) -> "fusion.FusionPlan":
+        local_tokens = (batch // max(1, axis_size(self.mesh, DATA))) * tokens
+        reachable = self.axis.size == 1 or peers_reachable(self.mesh)
         return fusion.plan(
-            self.fusion,
-            self.config.hybrid_override_pattern,
+            spec,
+            pattern,
             tokens=local_tokens,
             hidden=self.config.hidden_size,
             dtype=self.dtype,
@@ -193,9 +220,16 @@ class NemotronH:
 
     def cache_shapes(self, batch: int, capacity: int) -> CacheShapes:
         """Shapes and specs of a cache for ``batch`` rows of up to ``capacity`` tokens."""
+        return self._cache_shapes(self.config.hybrid_override_pattern, batch, capacity)
+
+    def mtp_cache_shapes(self, batch: int, capacity: int) -> CacheShapes:
+        """The same for the cache of one MTP step; every step has its own."""
+        return self._cache_shapes(self.config.mtp_hybrid_override_pattern, batch, capacity)
+
+    def _cache_shapes(self, pattern: str, batch: int, capacity: int) -> CacheShapes:
         return cache_shapes(
             self.config,
-            self.config.hybrid_override_pattern,
+            pattern,
             batch=batch,
             capacity=capacity,
             mesh=self.mesh,
@@ -207,6 +241,10 @@ class NemotronH:
     def new_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache over the model's mesh."""
         return allocate(self.cache_shapes(batch, capacity), self.mesh)
+
+    def new_mtp_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache of one MTP step."""
+        return allocate(self.mtp_cache_shapes(batch, capacity), self.mesh)
 
     # ------------------------------------------------------------------------------------------- text
     @functools.cached_property
@@ -353,6 +391,97 @@ class NemotronH:
             logits = logits[..., : self.config.vocab_size]
         new = dataclasses.replace(new, longest=None if longest is None else longest + tokens)
         return Output(logits, new, hidden)
+
+    def draft(
+        self,
+        hidden: Float[Array, "batch tokens hidden"],
+        next_ids: Int[Array, "batch tokens"],
+        cache: Cache | None = None,
+        mask: Bool[Array, "batch tokens"] | None = None,
+        step: int = 0,
+    ) -> Draft:
+        """Run an MTP step: from the state of each token and the token that follows it, predict the one after that.
+
+        Args:
+          hidden: states after the final norm (``HiddenStates.final``), or ``Draft.hidden`` of the step before.
+          next_ids: int32 ids.
+          cache: of this step, made by :meth:`new_mtp_cache` or returned by an earlier call (None: rows start). Not changed.
+          mask: nonzero where both are real.
+          step: which stored step.
+
+        Raises:
+          ValueError: for a model without MTP layers, a step that is not stored, and shapes that do not fit.
+        """
+        self._check_mtp()
+        if not 0 <= step < self.config.num_nextn_predict_layers:
+            raise ValueError(f"step: found {step}, accepted 0 to {self.config.num_nextn_predict_layers - 1}")
+        next_ids, mask = self.check_ids(next_ids, mask)
+        if np.shape(hidden) != (*next_ids.shape, self.config.hidden_size):
+            raise ValueError(f"hidden: found shape {np.shape(hidden)}, accepted {(*next_ids.shape, self.config.hidden_size)}")
+        batch, tokens = next_ids.shape
+        if cache is None:
+            cache = self.new_mtp_cache(batch, max(MIN_CAPACITY, 1 << max(0, tokens - 1).bit_length()))
+        cache = self.room(cache, batch, tokens)
+        longest, capacity = cache.longest, cache.capacity or 0
+        program = self.draft_program(batch, tokens, masked=mask is not None, capacity=capacity, step=step)
+        logits, x, new = program(hidden, next_ids, mask, dataclasses.replace(cache, longest=None))
+        new = dataclasses.replace(new, longest=None if longest is None else longest + tokens)
+        return Draft(logits[..., : self.config.vocab_size], x, new)
+
+    def draft_program(self, batch: int, tokens: int, *, masked: bool, capacity: int, step: int = 0) -> Callable:
+        """The program of :meth:`draft`: ``(hidden, next_ids, mask, cache) -> (logits, hidden, cache)``."""
+        key = ("draft", batch, tokens, masked, capacity, step, self.fusion)
+        if key not in self._programs:
+            plan, rows = self.mtp_plan(batch, tokens), self.rows_spec
+            specs = self.mtp_cache_shapes(batch, capacity).specs
+
+            def local(network, state, hidden, ids, mask, cache):
+                return draft(network, hidden, ids, mask, cache, plan, step=step, state=state)
+
+            flags = self.flags_state(plan, (batch // max(1, axis_size(self.mesh, DATA))) * tokens)
+            self._programs[key] = self.compile(
+                local, (P(rows), P(rows), P(rows) if masked else None, specs), (P(rows, None, self.vocab_spec), P(rows), specs),
+                flags=flags,
+            )  # fmt: skip
+        return self._programs[key]
+
+    def mtp_logits(
+        self, ids: Int[Array, "batch tokens"], mask: Bool[Array, "batch tokens"] | None = None, depth: int = 1
+    ) -> Float[Array, "batch predictions vocab"]:
+        """What MTP predicts along known tokens: entry t is for token t + 1 + ``depth``, from tokens 0 .. t + depth.
+
+        Args:
+          ids: the tokens; nothing is cached.
+          mask: nonzero at real tokens; entries whose next ``depth`` tokens are not real mean nothing.
+          depth: steps run one after the other; where fewer are stored, the last one runs again.
+
+        Returns:
+          [batch, tokens - depth, vocab] float32.
+        """
+        self._check_mtp()
+        ids, mask = self.check_ids(ids, mask)
+        batch, tokens = ids.shape
+        if not 1 <= depth < tokens:
+            raise ValueError(f"depth: found {depth}, accepted 1 to {tokens - 1}, fewer than the {tokens} tokens of ids")
+        key = ("mtp", batch, tokens, mask is not None, depth, self.fusion)
+        if key not in self._programs:
+            plan, rows = self.plan(batch, tokens), self.rows_spec
+            mtp_plans = [self.mtp_plan(batch, tokens - 1 - d) for d in range(depth)]
+
+            def local(network, state, ids, mask):
+                return forward_mtp(network, ids, mask, plan, mtp_plans, state=state)
+
+            local_tokens = (batch // max(1, axis_size(self.mesh, DATA))) * tokens
+            states = (self.flags_state(p, local_tokens) for p in (plan, *mtp_plans))
+            flags = next((s for s in states if s is not None), None)
+            self._programs[key] = self.compile(
+                local, (P(rows), None if mask is None else P(rows)), P(rows, None, self.vocab_spec), flags=flags
+            )
+        return self._programs[key](ids, mask)[..., : self.config.vocab_size]
+
+    def _check_mtp(self) -> None:
+        if not self.mtp:
+            raise ValueError("this model holds no MTP layers: build or load it with mtp=True")
 
     def check_ids(self, ids, mask=None) -> tuple[jax.Array, jax.Array | None]:
         """``ids`` and ``mask`` as device arrays of matching shape. Host input is checked against the vocabulary."""

@@ -100,21 +100,21 @@ def axis_size(mesh: Mesh, name: str) -> int:
     return mesh.shape.get(name, 1)
 
 
-def check_degree(config: NemotronHConfig, tensor: int, rules: ShardingRules) -> None:
+def check_degree(config: NemotronHConfig, tensor: int, rules: ShardingRules, mtp: bool = False) -> None:
     """Refuse a tensor-parallel degree that the model cannot be cut by; say which ones work.
 
-    Only dimensions of block kinds that are present count.
+    Only dimensions of block kinds that are present count, those of the MTP layers only with ``mtp``.
 
     Raises:
       ValueError: naming each dimension, both numbers, and the degrees up to 64 that work.
     """
-    faults = _degree_faults(config, tensor, rules)
+    faults = _degree_faults(config, tensor, rules, mtp)
     if faults:
-        works = [n for n in range(1, 65) if not _degree_faults(config, n, rules)]
+        works = [n for n in range(1, 65) if not _degree_faults(config, n, rules, mtp)]
         raise ValueError(f"tensor parallel degree {tensor} does not fit this model: {'; '.join(faults)}. Degrees that work: {works}")
 
 
-def _degree_faults(config: NemotronHConfig, n: int, rules: ShardingRules) -> list[str]:
+def _degree_faults(config: NemotronHConfig, n: int, rules: ShardingRules, mtp: bool) -> list[str]:
     faults = []
 
     def divides(name: str, size: int) -> None:
@@ -125,23 +125,21 @@ def _degree_faults(config: NemotronHConfig, n: int, rules: ShardingRules) -> lis
         if size % n and n % size:
             faults.append(f"{name} = {size} neither divides {n} nor is a multiple of it")
 
-    kinds = set(config.hybrid_override_pattern)
-    if config.num_nextn_predict_layers:
-        kinds |= set(config.mtp_hybrid_override_pattern)
-    if "M" in kinds and rules.mamba_heads:
-        divides("mamba_num_heads", config.mamba_num_heads)
-        divides_or_repeats("n_groups", config.n_groups)
-    if "*" in kinds and rules.q_heads:
-        divides("num_attention_heads", config.num_attention_heads)
-        divides_or_repeats("num_key_value_heads", config.num_key_value_heads)
-    if "-" in kinds and rules.mlp:
-        divides("intermediate_size", config.intermediate_size)
-    if "E" in kinds:
-        layers = {config.layer(i) for i, kind in enumerate(config.hybrid_override_pattern) if kind == "E"}
-        if config.num_nextn_predict_layers and "E" in config.mtp_hybrid_override_pattern:
-            layers.add(config)
-        for layer in layers:
-            if rules.mlp and layer.n_shared_experts:
+    layers = [(kind, config.layer(i)) for i, kind in enumerate(config.hybrid_override_pattern)]
+    if mtp:
+        pattern = config.mtp_hybrid_override_pattern
+        layers += [(pattern[i % len(pattern)], config.mtp_layer(i)) for i in range(config.num_mtp_layers)]
+    for kind, layer in dict.fromkeys(layers):
+        if kind == "M" and rules.mamba_heads:
+            divides("mamba_num_heads", layer.mamba_num_heads)
+            divides_or_repeats("n_groups", layer.n_groups)
+        elif kind == "*" and rules.q_heads:
+            divides("num_attention_heads", layer.num_attention_heads)
+            divides_or_repeats("num_key_value_heads", layer.num_key_value_heads)
+        elif kind == "-" and rules.mlp:
+            divides("intermediate_size", layer.intermediate_size)
+        elif kind == "E":
+            if rules.mlp:
                 divides("moe_shared_expert_intermediate_size", layer.moe_shared_expert_intermediate_size)
             if rules.experts:
                 divides("n_routed_experts", layer.n_routed_experts)
