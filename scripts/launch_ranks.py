@@ -3,20 +3,20 @@
 
     python scripts/launch_ranks.py --devices 0,0 --nccl libnccl.so.2 -- my_program.py --its --arguments
 
-starts two ranks that share GPU 0; `--devices 0,1` gives each rank a GPU of its own, `--devices 0,0,1,1` two ranks each. The
-program needs no change: every process joins the others before the program starts, and `jax.devices()` lists all ranks.
-With `--devices cpu,cpu` the same works without a GPU.
+starts two ranks that share GPU 0; `--devices 0,1` gives each rank a GPU of its own, `--devices 0,0,1,1` two ranks each.
+The program needs no change: every process joins the others before the program starts, and `jax.devices()` lists all
+ranks. With `--devices cpu,cpu` the same works without a GPU.
 
 Sharing a GPU needs
-* NCCL 2.29 or newer (older ones refuse with "Duplicate GPU detected"); pass its library with --nccl where the installed one
-  is older. Peer pointers, which the kernels that read each other's memory need, are there in 2.32.3 and not in 2.28.9.
-* CUDA MPS, started here for the time of the run (--no-mps to leave it out): without it every hand-over between ranks waits
-  for a time slice of some 2 ms.
+* NCCL 2.29 or newer (older ones refuse with "Duplicate GPU detected"); pass its library with --nccl where the installed
+  one is older. Peer pointers, which the kernels that read each other's memory need, are there in 2.32.3, not in 2.28.9.
+* CUDA MPS, started here for the time of the run (--no-mps to leave it out): without it every hand-over between ranks
+  waits for a time slice of some 2 ms.
 * kernels that wait for their peers to leave room for them: 132 // ranks blocks on an H100 or H200.
 * with four ranks, messages of at most 64 KiB for NCCL's own all-reduce: larger ones have hung.
 
-A rank that dies would leave the others waiting for ever, so the first to fail ends all of them; so does --limit. Output lines
-carry the rank's number. The exit status is that of the first rank that failed, 124 after the time limit.
+A rank that dies would leave the others waiting for ever, so the first to fail ends all of them; so does --limit. Output
+lines carry the rank's number. The exit status is that of the first rank that failed, 124 after the time limit.
 """
 
 import argparse
@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--nccl", help="libnccl.so.2 to preload in every rank")
     parser.add_argument("--no-mps", action="store_true", help="do not start CUDA MPS")
     parser.add_argument("--quiet", action="store_true", help="show only rank 0")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...", help="a Python file and its arguments")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...", help="a Python file, arguments")
     args = parser.parse_args()
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
     devices = args.devices.split(",")

@@ -208,8 +208,8 @@ def _axis(axis_name: str) -> tuple[int, bool]:
         return lax.axis_size(axis_name), axis_name in _varying(lax.axis_index(axis_name))
     except NameError:
         raise ValueError(
-            f"allreduce_rms_norm: axis_name is {axis_name!r}, which is no mesh axis here; call it inside jax.shard_map over "
-            "a mesh that has this axis (for one device without a mesh there is pallas_kernels.rms_norm)"
+            f"allreduce_rms_norm: axis_name is {axis_name!r}, which is no mesh axis here; call it inside jax.shard_map "
+            "over a mesh that has this axis (for one device without a mesh there is pallas_kernels.rms_norm)"
         ) from None
 
 
