@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
+from nemotron_jax import compilation_cache
 from nemotron_jax.generation import memory
 from nemotron_jax.generation.decoding import Decoding, bucket, read
 from nemotron_jax.generation.programs import empty
@@ -174,6 +174,7 @@ class Generator:
             faults.append(str(error))
         if faults:
             raise ValueError("generation: " + "; ".join(faults))
+        compilation_cache.enable()
 
     @functools.cached_property
     def sampling(self) -> Sampling:
@@ -385,4 +386,4 @@ def _details(out: Any, row: int, tokens: Sequence[int]) -> list[TokenLogprob]:
     return found
 
 
-__all__ = ["Completion", "Generation", "Generator", "Piece", "TokenLogprob", "jax"]
+__all__ = ["Completion", "Generation", "Generator", "Piece", "TokenLogprob"]

@@ -48,14 +48,16 @@ def vocab_columns(model: NemotronH) -> int:
     return padded_vocab(model.config.vocab_size, model.axis) if model.rules.vocab else model.config.vocab_size
 
 
-def _kept(model: NemotronH, key: tuple, make: Callable[[], Callable]) -> Callable:
+def kept(model: NemotronH, key: tuple, make: Callable[[], Callable]) -> Callable:
+    """The program that ``make`` builds, made once per model, key and fusion plan."""
     key = ("generation", *key, model.fusion)
     if key not in model._programs:
         model._programs[key] = make()
     return model._programs[key]
 
 
-def _local_rows(model: NemotronH, batch: int) -> int:
+def local_rows(model: NemotronH, batch: int) -> int:
+    """Rows on one device."""
     return batch // axis_size(model.mesh, DATA)
 
 
@@ -69,7 +71,7 @@ def empty(model: NemotronH, batch: int, capacity: int) -> tuple[Cache, jax.Array
         out = jax.tree.map(lambda _, spec: NamedSharding(model.mesh, spec), tree, specs)
         return jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree), out_shardings=out)
 
-    return _kept(model, ("empty", batch, capacity), make)()
+    return kept(model, ("empty", batch, capacity), make)()
 
 
 def read_program(model: NemotronH, batch: int, tokens: int, capacity: int) -> Callable:
@@ -93,11 +95,11 @@ def read_program(model: NemotronH, batch: int, tokens: int, capacity: int) -> Ca
             local,
             (P(rows_spec), P(rows_spec), specs, logits_spec),
             (specs, logits_spec),
-            flags=model.flags_state(plan, _local_rows(model, batch) * tokens),
+            flags=model.flags_state(plan, local_rows(model, batch) * tokens),
             donate=(2, 3),
         )
 
-    return _kept(model, ("read", batch, tokens, capacity), make)
+    return kept(model, ("read", batch, tokens, capacity), make)
 
 
 def write_program(
@@ -158,8 +160,8 @@ def write_program(
             local,
             in_specs,
             (specs, wide, used_spec, written_specs),
-            flags=model.flags_state(plan, _local_rows(model, batch)),
+            flags=model.flags_state(plan, local_rows(model, batch)),
             donate=(0, 1, 2) if traits.penalised else (0, 1),
         )
 
-    return _kept(model, ("write", batch, capacity, steps, traits, logprobs), make)
+    return kept(model, ("write", batch, capacity, steps, traits, logprobs), make)
