@@ -15,13 +15,19 @@ def checkpoints(in_torch, seed, tmp_path_factory):
     """name -> (checkpoint folder, reference file, report)."""
     folder = tmp_path_factory.mktemp("checkpoints")
     in_torch(SCRIPTS / "make_tiny_checkpoints.py", "--out", folder, "--seed", seed)
+    # One process for all, so that transformers is imported and probed once.
+    options = ["--random", "2", "37", "--seed", str(seed), "--oracle", "--threads", "2", "--json"]
+    lines = [[str(folder / name), str(folder / f"{name}.npz"), *options] for name in NAMES]
+    program = f"""
+import sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+from dump_pytorch_reference import main
+sys.exit(max(main(line) for line in {lines!r}))
+"""
+    reports = in_torch("-c", program).splitlines()
     found = {}
-    for name in NAMES:
-        reference = folder / f"{name}.npz"
-        report = in_torch(
-            SCRIPTS / "dump_pytorch_reference.py", folder / name, reference, "--random", 2, 37, "--seed", seed,
-            "--oracle", "--threads", 2, "--json")  # fmt: skip
-        found[name] = folder / name, reference, json.loads(report)
+    for name, report in zip(NAMES, reports, strict=True):
+        found[name] = folder / name, folder / f"{name}.npz", json.loads(report)
     return found
 
 
