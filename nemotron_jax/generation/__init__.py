@@ -1,6 +1,11 @@
 """Text from a model: prompts, decoding on the device, sampling, stopping, state, scoring."""
 
+from nemotron_jax.generation.chat import Conversation
 from nemotron_jax.generation.generator import Completion, Generation, Generator, Piece, TokenLogprob
+from nemotron_jax.generation.scoring import Score, Total, log_likelihoods
 from nemotron_jax.generation.state import State
 
-__all__ = ["Completion", "Generation", "Generator", "Piece", "State", "TokenLogprob"]
+__all__ = [
+    "Completion", "Conversation", "Generation", "Generator", "Piece", "Score", "State", "TokenLogprob", "Total",
+    "log_likelihoods",
+]  # fmt: skip

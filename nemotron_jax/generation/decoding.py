@@ -1,4 +1,4 @@
-"""One call of the generator on the host: prompts in pieces of bounded size, tokens in chunks of a fixed number of steps."""
+"""One call of the generator on the host: prompts in pieces of bounded size, tokens in chunks of fixed length."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 
 from nemotron_jax.cache import Cache, MambaCache
 from nemotron_jax.generation.programs import Written, read_program, vocab_columns, write_program
-from nemotron_jax.generation.sampling import GENERATED, IN_CONTEXT, Sampling, controls
+from nemotron_jax.generation.sampling import IN_CONTEXT, Sampling, controls
 from nemotron_jax.generation.state import Snapshot, restore
 from nemotron_jax.runtime import NemotronH
 
@@ -23,15 +23,17 @@ def bucket(n: int, smallest: int) -> int:
 def pieces(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int]]]:
     """How uneven rows are read in pieces of at most ``most`` tokens: for each piece the (start, stop) of every row.
 
-    Rows end together: all but the last ``most`` tokens of a row are in earlier pieces, and a row's first piece is its short
-    one. So a row is cut in the same places whatever the batch around it.
+    Rows end together: all but the last ``most`` tokens of a row are in earlier pieces, and a row's first piece is its
+    short one. So a row is cut in the same places whatever the batch around it.
     """
     count = max(1, -(-max(lengths, default=0) // most))
     for left in range(count - 1, -1, -1):
         yield [(max(0, n - (left + 1) * most), max(0, n - left * most)) for n in lengths]
 
 
-def read(model: NemotronH, cache: Cache, logits: jax.Array, rows: Sequence[Sequence[int]], most: int) -> tuple[Cache, jax.Array]:
+def read(
+    model: NemotronH, cache: Cache, logits: jax.Array, rows: Sequence[Sequence[int]], most: int
+) -> tuple[Cache, jax.Array]:
     """Let every row read its tokens (none: it stays as it is). The cache and the logits are taken.
 
     Args:
@@ -39,6 +41,8 @@ def read(model: NemotronH, cache: Cache, logits: jax.Array, rows: Sequence[Seque
       most: longest piece.
     """
     capacity = cache.capacity or 0
+    if not any(rows):
+        return cache, logits
     for spans in pieces([len(row) for row in rows], most):
         new = np.array([stop - start for start, stop in spans], np.int32)
         width = min(bucket(int(new.max(initial=0)), SMALLEST_PIECE), max(most, 1))
@@ -123,8 +127,9 @@ class Decoding:
             self.cache, self.logits = read(self.model, self.cache, self.logits, again, self.longest_piece)
 
     def _snapshot(self) -> Snapshot:
-        copy = jax.tree.map(lambda x: x.copy(), [la if isinstance(la, MambaCache) else None for la in self.cache.layers])
-        return Snapshot(tuple(len(row) for row in self.tokens), tuple(copy), self.cache.length.copy(), self.logits.copy())
-
-
-__all__ = ["Decoding", "GENERATED", "bucket", "pieces", "read"]
+        copy = jax.tree.map(
+            lambda x: x.copy(), [la if isinstance(la, MambaCache) else None for la in self.cache.layers]
+        )
+        return Snapshot(
+            tuple(len(row) for row in self.tokens), tuple(copy), self.cache.length.copy(), self.logits.copy()
+        )

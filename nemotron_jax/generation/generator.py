@@ -104,28 +104,30 @@ class Generation(Sequence):
 class Generator:
     """Text generation with fixed settings. Holds no state of a call: after an error it is as good as new.
 
-    Prompts are text, token ids, or chat messages (the checkpoint's template renders them), one or a list of them of any lengths.
-    Rows do not influence each other.
+    Prompts are text, token ids, or chat messages (the checkpoint's template renders them), one or a list of them of
+    any lengths. Rows do not influence each other.
 
     What compiles a program (each is kept by the model and, on disk, by the compilation cache):
-      reading: number of rows, longest new prompt rounded up to a power of two (16 to ``prefill_chunk``), cache capacity;
+      reading: number of rows, longest new prompt rounded up to a power of two (16 to ``prefill_chunk``), cache
+        capacity;
       writing: number of rows, cache capacity, steps per call, which of the sampling settings are in use, ``logprobs``.
-    The cache capacity is the longest row with its new tokens, rounded up to a power of two. Changing a temperature, top_k,
-    top_p, min_p, penalty, bias, seed, stop string or end token compiles nothing, unless it was not in use before.
+    The cache capacity is the longest row with its new tokens, rounded up to a power of two. Changing a temperature,
+    top_k, top_p, min_p, penalty, bias, seed, stop string or end token compiles nothing, unless it was not in use
+    before.
 
     Attributes:
       model: a loaded model on any mesh.
       tokenizer: default the checkpoint's, if it has one.
       max_new_tokens: most tokens per answer. Fewer where the model's last position comes first.
       temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, logit_bias: see :class:`Sampling`.
-      eos: end tokens: an id, several, or None for no end token. Default those of the checkpoint (``generation_config.json``
-        before ``config.json``).
+      eos: end tokens: an id, several, or None for no end token. Default those of the checkpoint
+        (``generation_config.json`` before ``config.json``).
       stop: texts that end an answer; they are cut off.
       logprobs: None, or n: log-probabilities of the chosen and the n most probable tokens.
       steps_per_call: tokens written between two looks of the host; also the grain of a stream.
       prefill_chunk: longest piece in which prompts are read; bounds the memory of activations.
-      max_positions: longest row; default the config's max_position_embeddings. The family has no position embedding, so a
-        larger number runs; what the model makes of it is another matter.
+      max_positions: longest row; default the config's max_position_embeddings. The family has no position embedding,
+        so a larger number runs; what the model makes of it is another matter.
     """
 
     model: NemotronH
@@ -191,24 +193,27 @@ class Generator:
         seed: int | Sequence[int] = 0,
         state: State | None = None,
         keep_state: bool = False,
+        rows: int | None = None,
     ) -> Generation:
         """Write an answer to each prompt.
 
         Args:
           prompts: one or several; with ``state`` they go on its rows (None: the rows go on as they are).
-          seed: of the sampling. A row's tokens depend on its seed and its own tokens alone. One number: row i takes seed + i.
+          seed: of the sampling. A row's tokens depend on its seed and its own tokens alone. One number: row i takes
+            seed + i.
           state: what the rows have behind them; it stays as it is.
           keep_state: also return the state behind the answers.
+          rows: run at least this many, empty ones if need be: a last, smaller batch compiles nothing then.
 
         Raises:
           ValueError: before anything runs, naming every fault of every prompt.
         """
-        run = self._start(prompts, seed, state, keep_state)
+        run = self.start(prompts, seed, state, keep_state, rows=rows)
         done: list[Completion | None] = [None] * len(run.prompts)
-        for piece in self._pieces(run):
+        for piece in self.pieces(run):
             if piece.completion is not None:
                 done[piece.row] = piece.completion
-        return Generation(tuple(c for c in done if c is not None), self._state(run) if keep_state else None)
+        return Generation(tuple(c for c in done if c is not None), self.state_of(run) if keep_state else None)
 
     def stream(
         self,
@@ -219,17 +224,33 @@ class Generator:
     ) -> Iterator[Piece]:
         """The same, piece by piece: each ``steps_per_call`` tokens, every row's new text.
 
-        The texts of a row's pieces joined are its completion's text. Arguments are checked at once, not at the first piece.
+        The texts of a row's pieces joined are its completion's text. Arguments are checked at once, not at the first
+        piece.
         """
-        return self._pieces(self._start(prompts, seed, state, False))
+        return self.pieces(self.start(prompts, seed, state, False))
 
     def read(self, prompts: Prompt | Sequence[Prompt], *, state: State | None = None) -> State:
         """Let the model read prompts, and return the state behind them: a shared prefix, to be forked and continued."""
-        run = self._start(prompts, 0, state, True, new_tokens=0)
-        return self._state(run)
+        run = self.start(prompts, 0, state, True, new_tokens=0)
+        return self.state_of(run)
 
     # --------------------------------------------------------------------------------------------- one call
-    def _start(self, prompts, seed, state: State | None, keep_state: bool, new_tokens: int | None = None) -> "_Run":
+    def encode(self, prompts: Sequence[Prompt], *, continuing: bool = False) -> list[list[int]]:
+        """Token ids of each prompt; see :func:`nemotron_jax.generation.prompts.encode`."""
+        config = self.model.config
+        return encode(prompts, self.tokenizer, config.vocab_size, bos=config.bos_token_id, continuing=continuing)
+
+    def start(
+        self,
+        prompts,
+        seed,
+        state: State | None,
+        keep_state: bool,
+        *,
+        new_tokens: int | None = None,
+        rows: int | None = None,
+    ) -> "Run":
+        """Check the arguments of a call, read the prompts, and make ready to write."""
         model = self.model
         new_tokens = self.max_new_tokens if new_tokens is None else new_tokens
         if state is not None and state.model is not model:
@@ -241,17 +262,11 @@ class Generator:
             raise ValueError("prompts: found an empty list, accepted one prompt or more")
         if state is not None and len(given) != len(state):
             raise ValueError(f"prompts: found {len(given)}, accepted {len(state)}, as many as the state has rows")
-        new = (
-            [[] for _ in given]
-            if prompts is None
-            else encode(
-                given, self.tokenizer, model.config.vocab_size, bos=model.config.bos_token_id, continuing=state is not None
-            )
-        )
+        new = [[] for _ in given] if prompts is None else self.encode(given, continuing=state is not None)
         before = [[] for _ in given] if state is None else [list(row) for row in state.tokens]
         tokens = [a + b for a, b in zip(before, new, strict=True)]
         faults = [
-            f"prompt {i}: found {len(row)} tokens, accepted {self.positions} (max_positions of the generator raises that)"
+            f"prompt {i}: found {len(row)} tokens, accepted {self.positions} (a larger max_positions raises that)"
             for i, row in enumerate(tokens)
             if len(row) > self.positions
         ]
@@ -260,9 +275,12 @@ class Generator:
         seeds = _seeds(seed, len(given))
         left = np.array([min(new_tokens, self.positions - len(row)) for row in tokens], np.int64)
         if np.any(left < new_tokens):
-            logger.warning("max_new_tokens %d is more than the last position %d leaves in some rows", new_tokens, self.positions)
+            logger.warning(
+                "max_new_tokens %d is more than the last position %d leaves in some rows", new_tokens, self.positions
+            )
 
-        batch = len(given) + -len(given) % axis_size(model.mesh, DATA)
+        batch = max(len(given), rows or 0)
+        batch += -batch % axis_size(model.mesh, DATA)
         needed = max(len(row) + int(n) for row, n in zip(tokens, left, strict=True))
         capacity = bucket(needed, MIN_CAPACITY)
         padding = batch - len(given)
@@ -273,12 +291,11 @@ class Generator:
         memory.check(model, batch, capacity, min(self.prefill_chunk, max(map(len, new))))
         cache, logits = empty(model, batch, capacity) if state is None else state.own(capacity)
         cache, logits = read(model, cache, logits, [*new, *[[]] * padding], self.prefill_chunk)
-        rows = [*tokens, *[[] for _ in range(padding)]]
         decoding = Decoding(
             model=model,
             cache=cache,
             logits=logits,
-            tokens=rows,
+            tokens=[*tokens, *[[] for _ in range(padding)]],
             left=np.concatenate([left, np.zeros(padding, np.int64)]),
             sampling=self.sampling,
             seeds=np.array([*seeds, *[0] * padding], np.uint64),
@@ -288,9 +305,10 @@ class Generator:
             longest_piece=self.prefill_chunk,
             undo=keep_state and bool(self.stop),
         )
-        return _Run(given, [tuple(r) for r in tokens], seeds, decoding, state.snapshots if state is not None else ())
+        return Run(given, [tuple(r) for r in tokens], seeds, decoding, state.snapshots if state is not None else ())
 
-    def _pieces(self, run: "_Run") -> Iterator[Piece]:
+    def pieces(self, run: "Run") -> Iterator[Piece]:
+        """Write until every row has ended."""
         decoding, rows = run.decoding, range(len(run.prompts))
         texts = [RowText(self.tokenizer, self.stop) if self.tokenizer is not None else None for _ in rows]
         written: list[str] = [""] * len(rows)
@@ -308,12 +326,10 @@ class Generator:
             for i in sorted(open_rows):
                 new, text = decoding.tokens[i][before[i] :], ""
                 if (row_text := texts[i]) is not None:
-                    for n, token in enumerate(new):
-                        text += row_text.push(token)
-                        if row_text.stopped:
-                            cuts[i] = before[i] + n + 1
-                            new = new[: n + 1]
-                            break
+                    text, taken = row_text.push(new)
+                    new = new[:taken]
+                    if row_text.stopped:
+                        cuts[i] = before[i] + taken
                 if self.logprobs is not None:
                     details[i] += _details(out, i, new)
                 pieces[i] = (tuple(new), text)
@@ -349,14 +365,15 @@ class Generator:
         )
         return Piece(i, text, new, reason, completion)
 
-    def _state(self, run: "_Run") -> State:
+    def state_of(self, run: "Run") -> State:
+        """The state behind what a call has written so far."""
         tokens = tuple(tuple(row) for row in run.decoding.tokens[: len(run.prompts)])
         cache = dataclasses.replace(run.decoding.cache, longest=max(map(len, tokens)))
         return State(self.model, tokens, cache, run.decoding.logits, run.snapshots)
 
 
 @dataclasses.dataclass
-class _Run:
+class Run:
     """One call: what was asked, and how far it is."""
 
     prompts: list[Prompt]

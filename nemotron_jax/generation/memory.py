@@ -26,7 +26,7 @@ def free_bytes(device: jax.Device) -> int | None:
 
 
 def needed_bytes(model: NemotronH, batch: int, capacity: int, piece: int) -> int:
-    """Per device: the state of ``batch`` rows with ``capacity`` slots, their logits, and the widest activations of a piece.
+    """Per device: the state of ``batch`` rows with ``capacity`` slots, their logits, the activations of a piece.
 
     The activations are an estimate: the residual stream and the widest projection of one block, twice.
     """
@@ -38,7 +38,11 @@ def needed_bytes(model: NemotronH, batch: int, capacity: int, piece: int) -> int
         state += math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
     rows = -(-batch // axis_size(mesh, DATA))
     logits = rows * padded_vocab(config.vocab_size, model.axis) // (model.axis.size if model.rules.vocab else 1) * 4
-    widest = max(2 * config.inner_size + 2 * config.n_groups * config.ssm_state_size, config.intermediate_size, config.hidden_size)
+    widest = max(
+        2 * config.inner_size + 2 * config.n_groups * config.ssm_state_size,
+        config.intermediate_size,
+        config.hidden_size,
+    )
     activations = 2 * rows * piece * (2 * config.hidden_size + widest // model.axis.size) * model.dtype.itemsize
     return state + 2 * logits + activations
 

@@ -1,6 +1,7 @@
 """The state of a batch in the checkpoint's order on the host, and back onto any mesh.
 
-The inverse of :mod:`nemotron_jax.cache_layout`, which undoes what tensor parallelism did to convolution windows and KV heads.
+The inverse of :mod:`nemotron_jax.cache_layout`, which undoes what tensor parallelism did to convolution windows and KV
+heads.
 """
 
 import dataclasses
@@ -19,7 +20,9 @@ def _layout(model: NemotronH, layer: int, name: str) -> Layout:
     return next(p.layout for p in model.parameters if p.path == path)
 
 
-def pack(layout: Layout, rows: np.ndarray, dim: int, sections: tuple[str, ...] | None = None, unit: int = 1) -> np.ndarray:
+def pack(
+    layout: Layout, rows: np.ndarray, dim: int, sections: tuple[str, ...] | None = None, unit: int = 1
+) -> np.ndarray:
     """Entries in checkpoint order -> the ranks' entries one after the other, repeated where ranks share a section.
 
     Args:
@@ -39,15 +42,20 @@ def pack(layout: Layout, rows: np.ndarray, dim: int, sections: tuple[str, ...] |
 
 
 def canonical(model: NemotronH, cache: Cache, logits: jax.Array, rows: int) -> dict[str, list]:
-    """Host arrays of the first ``rows`` rows, the same at every degree: one entry per block, lengths, logits of real ids."""
+    """Host arrays of the first ``rows`` rows, the same at every degree: per block, lengths, logits of real ids."""
     layers = []
     for i, layer in enumerate(jax.device_get(cache.layers)):
         if isinstance(layer, MambaCache):
-            layers.append((unpack(_layout(model, i, "conv"), np.asarray(layer.conv), 2)[:rows], np.asarray(layer.ssm)[:rows]))
+            layers.append(
+                (unpack(_layout(model, i, "conv"), np.asarray(layer.conv), 2)[:rows], np.asarray(layer.ssm)[:rows])
+            )
         elif isinstance(layer, AttentionCache):
             layout, d = _layout(model, i, "qkv"), model.config.head_dim
             layers.append(
-                tuple(unpack(layout, np.asarray(buffer), 2, (name,), d)[:rows] for name, buffer in (("k", layer.k), ("v", layer.v)))
+                tuple(
+                    unpack(layout, np.asarray(buffer), 2, (name,), d)[:rows]
+                    for name, buffer in (("k", layer.k), ("v", layer.v))
+                )
             )
         else:
             layers.append(None)

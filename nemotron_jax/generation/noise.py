@@ -1,7 +1,7 @@
-"""Gumbel noise as a function of (seed, position, token id) alone: the same at every tensor-parallel degree, batch row and jax version.
+"""Gumbel noise as a function of (seed, position, token id) alone: of no mesh, batch or jax version.
 
-jax.random's values belong to an index in an array of some shape; here the token id itself is the counter, so a rank that
-holds ids 512..1023 draws exactly the numbers that a single device draws for them.
+jax.random's values belong to an index in an array of some shape; here the token id itself is the counter, so a rank
+that holds ids 512..1023 draws exactly the numbers that a single device draws for them.
 """
 
 import jax

@@ -25,6 +25,8 @@ from nemotron_jax.generation.sampling import (
 from nemotron_jax.runtime import NemotronH
 from nemotron_jax.sharding import DATA, axis_size, padded_vocab
 
+GREEDY = Traits()
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
@@ -75,7 +77,8 @@ def empty(model: NemotronH, batch: int, capacity: int) -> tuple[Cache, jax.Array
 
 
 def read_program(model: NemotronH, batch: int, tokens: int, capacity: int) -> Callable:
-    """``(ids [batch, tokens], new [batch], cache, logits) -> (cache, logits)``: each row reads its first ``new`` tokens.
+    """``(ids [batch, tokens], new [batch], cache, logits) -> (cache, logits)``: each row reads its first ``new``
+    tokens.
 
     A row with no new token keeps its state and its logits. The cache and the logits are taken.
     """
@@ -103,17 +106,18 @@ def read_program(model: NemotronH, batch: int, tokens: int, capacity: int) -> Ca
 
 
 def write_program(
-    model: NemotronH, batch: int, capacity: int, steps: int, traits: Traits = Traits(), logprobs: int | None = None
+    model: NemotronH, batch: int, capacity: int, steps: int, traits: Traits = GREEDY, logprobs: int | None = None
 ) -> Callable:
-    """``(cache, logits, used, left, controls) -> (cache, logits, used, Written)``: up to ``left`` [batch] more tokens per row.
+    """``(cache, logits, used, left, controls) -> (cache, logits, used, Written)``: up to ``left`` [batch] more tokens
+    per row.
 
-    A row ends with an end token, or when it has written ``left`` tokens; no row writes more than ``steps``. Every token written
-    is also read, the last one too, so that the state is always that of all tokens. ``used`` is None unless
-    ``traits.penalised``. Cache, logits and ``used`` are taken.
+    A row ends with an end token, or when it has written ``left`` tokens; no row writes more than ``steps``. Every
+    token written is also read, the last one too, so that the state is always that of all tokens. ``used`` is None
+    unless ``traits.penalised``. Cache, logits and ``used`` are taken.
 
     Args:
-      logprobs: None, or for how many of the most probable tokens, besides the chosen one, log-probabilities are returned.
-        They are those of the model: before bias, penalties, temperature and filters.
+      logprobs: None, or for how many of the most probable tokens, besides the chosen one, log-probabilities are
+        returned. They are those of the model: before bias, penalties, temperature and filters.
     """
 
     def make():
@@ -155,7 +159,13 @@ def write_program(
             over_steps if logprobs else None,
             over_steps if logprobs else None,
         )
-        in_specs: tuple[Any, ...] = (specs, wide, used_spec, P(rows_spec), Controls.specs(rows_spec, vocab_spec, traits))
+        in_specs: tuple[Any, ...] = (
+            specs,
+            wide,
+            used_spec,
+            P(rows_spec),
+            Controls.specs(rows_spec, vocab_spec, traits),
+        )
         return model.compile(
             local,
             in_specs,

@@ -24,7 +24,12 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def encode(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, vocab_size: int, *, bos: int | None = None, continuing: bool = False
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    *,
+    bos: int | None = None,
+    continuing: bool = False,
 ) -> list[list[int]]:
     """Token ids of each prompt.
 
@@ -46,7 +51,9 @@ def encode(
     return rows
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, bos: int | None, continuing: bool) -> list[int]:
+def _encode(
+    prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, bos: int | None, continuing: bool
+) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("found text, accepted token ids: this model has no tokenizer")

@@ -1,9 +1,11 @@
-"""The next token from vocabulary-sharded logits: bias, penalties, temperature, filters, noise. Runs inside ``jax.shard_map``.
+"""The next token from vocabulary-sharded logits: bias, penalties, temperature, filters, noise.
+
+Everything but the settings runs inside ``jax.shard_map``.
 
 Order: logit bias, repetition penalty, presence penalty, temperature, top-k, top-p (of what top-k left), min-p, draw.
-Filters are exact: top-k and top-p gather the row's logits on every rank and sort them once; all others need no gathering
-(a draw is the argmax of logits plus Gumbel noise, one (value, id) pair per rank and row). Equal logits at a filter's
-border stay together.
+Filters are exact: top-k and top-p gather the row's logits on every rank and sort them once; all others need no
+gathering (a draw is the argmax of logits plus Gumbel noise, one (value, id) pair per rank and row). Equal logits at a
+filter's border stay together.
 """
 
 import dataclasses
@@ -23,14 +25,15 @@ IN_CONTEXT, GENERATED = 1, 2  # bits of ``used``
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. Values may change from call to call without a new compilation; which of them are in use is compiled in.
+    """How tokens are chosen. Other values compile nothing; which of them are in use is compiled in.
 
     Attributes:
       temperature: 0 is greedy: the largest logit, ties to the lower id.
       top_k: keep the k largest (0: all).
       top_p: keep the smallest set of most probable tokens with at least this mass (1: all).
       min_p: keep tokens with at least this fraction of the largest probability (0: all).
-      repetition_penalty: logits of tokens in the prompt or the answer are divided by it where positive, multiplied where negative.
+      repetition_penalty: logits of tokens in the prompt or the answer are divided by it where positive, multiplied
+        where negative.
       presence_penalty: subtracted from the logits of tokens generated in this call.
       logit_bias: token id -> value added to its logit; -inf bans it.
     """
@@ -58,7 +61,11 @@ class Sampling:
         check("top_k", isinstance(self.top_k, int | np.integer) and self.top_k >= 0, "0 (all) or a positive integer")
         check("top_p", number(self.top_p) and 0 < self.top_p <= 1, "more than 0 and at most 1 (all)")
         check("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "0 (all) to 1")
-        check("repetition_penalty", number(self.repetition_penalty) and self.repetition_penalty > 0, "a positive number (1: none)")
+        check(
+            "repetition_penalty",
+            number(self.repetition_penalty) and self.repetition_penalty > 0,
+            "a positive number (1: none)",
+        )
         check("presence_penalty", number(self.presence_penalty), "a number (0: none)")
         for token, value in (self.logit_bias or {}).items():
             if not (isinstance(token, int | np.integer) and 0 <= token < vocab_size):
@@ -70,7 +77,9 @@ class Sampling:
         if not found and self.temperature == 0:
             idle = [n for n, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(self, n) != off]
             if idle:
-                found.append(f"{', '.join(idle)} with temperature 0: greedy takes no filter; give a temperature above 0, such as 1")
+                found.append(
+                    f"{', '.join(idle)} with temperature 0: greedy takes no filter; give a temperature above 0"
+                )
         return found
 
     @property
@@ -129,7 +138,13 @@ def controls(sampling: Sampling, seeds: np.ndarray, eos: tuple[int, ...], padded
     """
     wide = np.asarray(seeds, np.uint64)
     halves = np.stack([(wide >> np.uint64(32)).astype(np.uint32), (wide & np.uint64(0xFFFFFFFF)).astype(np.uint32)], -1)
-    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.presence_penalty)
+    numbers = (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+    )
     ends = np.full(max(4, -(-len(eos) // 4) * 4), -1, np.int32)
     ends[: len(eos)] = eos
     bias = None
@@ -212,22 +227,18 @@ def log_softmax_at(logits: jax.Array, token: jax.Array, axis: Axis) -> tuple[jax
       Two [...] float32, the same on every rank.
     """
     largest = jnp.max(gather_over(jnp.max(logits, -1), axis), 0)
-    total = _sum(jnp.sum(jnp.exp(logits - largest[..., None]), -1), axis)
+    total = sum_over(jnp.sum(jnp.exp(logits - largest[..., None]), -1), axis)
     mine = local_ids(logits, axis) == token[..., None]
-    picked = _sum(jnp.sum(jnp.where(mine, logits, 0.0), -1), axis)
+    picked = sum_over(jnp.sum(jnp.where(mine, logits, 0.0), -1), axis)
     norm = largest + jnp.log(total)
     return picked - norm, norm
 
 
 def top_log_probabilities(logits: jax.Array, norm: jax.Array, n: int, axis: Axis) -> tuple[jax.Array, jax.Array]:
-    """The n most probable tokens: ids [batch, n] int32 and log-probabilities [batch, n] float32, the same on every rank."""
+    """The n most probable tokens: ids [batch, n] and log-probabilities [batch, n], the same on every rank."""
     here = min(n, logits.shape[-1])
     values, index = jax.lax.top_k(logits, here)
     ids = index.astype(jnp.int32) + rank(axis) * logits.shape[-1]
     values, ids = (jnp.moveaxis(gather_over(v, axis), 0, 1).reshape(logits.shape[0], -1) for v in (values, ids))
     values, index = jax.lax.top_k(values, n)  # ties take the lower place, hence the lower id
     return jnp.take_along_axis(ids, index, -1), values - norm[:, None]
-
-
-def _sum(x: jax.Array, axis: Axis) -> jax.Array:
-    return sum_over(x, axis)

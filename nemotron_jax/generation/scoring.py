@@ -114,7 +114,9 @@ def log_likelihoods(
     tokenizer = tokenizer or model.tokenizer
     limit = max_positions or model.config.max_position_embeddings
     rows = encode(texts, tokenizer, model.config.vocab_size, bos=model.config.bos_token_id)
-    if too_long := [f"text {i}: found {len(row)} tokens, accepted {limit}" for i, row in enumerate(rows) if len(row) > limit]:
+    if too_long := [
+        f"text {i}: found {len(row)} tokens, accepted {limit}" for i, row in enumerate(rows) if len(row) > limit
+    ]:
         raise ValueError("; ".join(too_long))
     data = axis_size(model.mesh, DATA)
     batch_size = min(batch_size, max(len(rows), 1))
@@ -173,4 +175,6 @@ class Total:
 
     @classmethod
     def of(cls, scores: Sequence[Score]) -> "Total":
-        return cls(-sum(float(np.sum(s.logprobs, dtype=np.float64)) for s in scores), sum(s.logprobs.size for s in scores))
+        return cls(
+            -sum(float(np.sum(s.logprobs, dtype=np.float64)) for s in scores), sum(s.logprobs.size for s in scores)
+        )

@@ -1,6 +1,7 @@
 """What a batch of sequences has behind it, as an object to keep, fork, join, continue, and move between meshes.
 
-A state is a value: continuing from it leaves it as it was. A recurrent state cannot be shortened; where one will want to
+A state is a value: continuing from it leaves it as it was. A recurrent state cannot be shortened; where one will want
+  to
 come back to a place, take a snapshot there (a copy of the recurrent states, without the keys and values).
 """
 
@@ -71,8 +72,13 @@ class State:
             raise ValueError(f"rows: found {bad}, accepted 0 to {len(self) - 1}")
         padded = [*rows, *[rows[0]] * (-len(rows) % axis_size(self.model.mesh, DATA))]
         index = np.asarray(padded, np.int32)
-        specs = (self.model.cache_shapes(len(padded), self.cache.capacity or 0).specs, P(self.model.rows_spec, self.model.vocab_spec))
-        cache, logits = _take((dataclasses.replace(self.cache, longest=None), self.logits), index, self._shardings(specs))
+        specs = (
+            self.model.cache_shapes(len(padded), self.cache.capacity or 0).specs,
+            P(self.model.rows_spec, self.model.vocab_spec),
+        )
+        cache, logits = _take(
+            (dataclasses.replace(self.cache, longest=None), self.logits), index, self._shardings(specs)
+        )
         tokens = tuple(self.tokens[i] for i in rows)
         return State(self.model, tokens, dataclasses.replace(cache, longest=max(map(len, tokens))), logits)
 
@@ -110,7 +116,9 @@ class State:
 
     def snapshot(self) -> "State":
         """The same state, with a place to come back to."""
-        layers = tuple(jax.tree.map(jnp.copy, layer) if isinstance(layer, MambaCache) else None for layer in self.cache.layers)
+        layers = tuple(
+            jax.tree.map(jnp.copy, layer) if isinstance(layer, MambaCache) else None for layer in self.cache.layers
+        )
         here = Snapshot(self.lengths, layers, jnp.copy(self.cache.length), jnp.copy(self.logits))
         return dataclasses.replace(self, snapshots=(*(s for s in self.snapshots if s.lengths != self.lengths), here))
 
@@ -134,7 +142,8 @@ class State:
                 "the recurrent states of Mamba blocks cannot be shortened"
             )
         layers = tuple(
-            new if isinstance(old, MambaCache) else old for old, new in zip(self.cache.layers, found.recurrent, strict=True)
+            new if isinstance(old, MambaCache) else old
+            for old, new in zip(self.cache.layers, found.recurrent, strict=True)
         )
         earlier = tuple(s for s in self.snapshots if all(a <= b for a, b in zip(s.lengths, wanted, strict=True)))
         tokens = tuple(row[:n] for row, n in zip(self.tokens, wanted, strict=True))
@@ -150,7 +159,9 @@ class State:
             mine, other = getattr(self.model, name), getattr(model, name)
             if mine != other:
                 what = "another config" if name == "config" else f"{other}"
-                raise ValueError(f"{name}: found {what}, accepted the state's own" + ("" if name == "config" else f", {mine}"))
+                raise ValueError(
+                    f"{name}: found {what}, accepted the state's own" + ("" if name == "config" else f", {mine}")
+                )
         batch = len(self) + -len(self) % axis_size(model.mesh, DATA)
         cache, logits = empty(model, batch, self.cache.capacity or 0)
         host = canonical(self.model, self.cache, self.logits, len(self))
@@ -165,7 +176,9 @@ class State:
         return jax.tree.map(jnp.copy, (cache, self.logits))
 
     def _shardings(self, specs):
-        return jax.tree.map(lambda spec: NamedSharding(self.model.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+        return jax.tree.map(
+            lambda spec: NamedSharding(self.model.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+        )
 
 
 def _take(tree, index, shardings):

@@ -10,7 +10,11 @@ from nemotron_jax.generation.text import TextStream, Tokenizer
 
 logger = logging.getLogger("nemotron_jax")
 
-EOS, STOP, LENGTH = "eos", "stop", "length"  # finish reasons: an end token, a stop string, max_new_tokens or the last position
+EOS, STOP, LENGTH = (
+    "eos",
+    "stop",
+    "length",
+)  # finish reasons: an end token, a stop string, max_new_tokens or the last position
 
 
 def eos_of(config: NemotronHConfig, folder: str | Path | None) -> tuple[int, ...]:
@@ -64,9 +68,16 @@ class RowText:
         self._held = ""
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """Text that is certain after one more token."""
-        return self._settle(self._stream.push(token))
+    def push(self, tokens: Sequence[int]) -> tuple[str, int]:
+        """Text that is certain after further tokens, and how many of them that took: a stop string may end it."""
+        if not self._stops:
+            return self._stream.push(tokens), len(tokens)
+        text = ""
+        for n, token in enumerate(tokens, 1):
+            text += self._settle(self._stream.push([token]))
+            if self.stopped:
+                return text, n
+        return text, len(tokens)
 
     def finish(self) -> str:
         """The rest, when no further token comes."""

@@ -78,7 +78,9 @@ class Tokenizer:
     def is_special(self, token: int) -> bool:
         return token in self._specials
 
-    def render(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The text of a conversation by the chat template.
 
         Args:
@@ -110,7 +112,10 @@ class Tokenizer:
         names = {n: self.special(n) or "" for n in ("bos_token", "eos_token", "pad_token", "unk_token")}
         try:
             return environment.from_string(self.chat_template).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, **{**names, **variables}
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                **{**names, **variables},
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
@@ -125,12 +130,14 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._start = 0  # tokens from here on are decoded together with the new one: decoders look at their left neighbours
+        self._start = (
+            0  # tokens from here on are decoded together with the new one: decoders look at their left neighbours
+        )
         self._read = 0  # tokens before this one have been given out
 
-    def push(self, token: int) -> str:
-        """Text that ``token`` completes, often none."""
-        self._tokens.append(token)
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that further tokens complete; none where the last character is not whole."""
+        self._tokens += tokens
         before = self._tokenizer.decode(self._tokens[self._start : self._read])
         text = self._tokenizer.decode(self._tokens[self._start :])
         if len(text) <= len(before) or text.endswith(INCOMPLETE):
