@@ -107,8 +107,8 @@ class _Check:
         return good
 
     def positive(self, *names: str) -> bool:
-        accepted = "a positive integer (32 bits)"
-        return all([self.where(n, is_int(v := self.values[n]) and 0 < v < 2**31, accepted) for n in names])
+        good = [is_int(self.values[name]) and 0 < self.values[name] < 2**31 for name in names]
+        return all([self.where(name, ok, "a positive integer") for name, ok in zip(names, good, strict=True)])
 
     def boolean(self, *names: str) -> None:
         for name in names:

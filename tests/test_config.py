@@ -352,6 +352,7 @@ def test_all_faults_at_once(make):
         (dense, "model_type", "llama", "'nemotron_h'"),
         (dense, "vocab_size", True, "a positive integer"),
         (dense, "vocab_size", 128.0, "a positive integer"),
+        (dense, "vocab_size", 2**31, "a positive integer"),
         (dense, "hidden_size", "48", "a positive integer"),
         (dense, "hidden_size", [48], "a positive integer"),
         (dense, "layer_norm_epsilon", 0, "a positive number"),
@@ -382,6 +383,7 @@ def test_all_faults_at_once(make):
         (dense, "sliding_window", 4096, "null"),
         (dense, "intermediate_size", 0, "a positive integer"),
         (dense, "intermediate_size", [80, 80, 90], "one per '-' layer (2)"),
+        (dense, "intermediate_size", [], "one per '-' layer (2)"),
         (dense, "mlp_hidden_act", "silu", "'relu2'"),
         (dense, "n_routed_experts", "many", "an integer, 0 or more"),  # even where there are no experts
         (dense, "moe_intermediate_size", [1, 2], "an integer, 0 or more"),
@@ -403,6 +405,7 @@ def test_all_faults_at_once(make):
         (moe, "mlp_bias", True, "false where there are experts"),
         (moe, "mlp_hidden_act", "gelu", "'relu2'"),
         (moe, "routed_scaling_factor", math.inf, "a positive number"),
+        (moe, "routed_scaling_factor", 10**400, "a positive number"),
         (moe, "n_group", 3, "a divisor of n_routed_experts 8"),
         (moe, "n_group", 8, "two experts or more"),
         (moe, "topk_group", 2, "at most n_group 1"),
