@@ -1,4 +1,5 @@
-"""Everything a sequence has behind it, as one pytree: KV, convolution window and SSM state of each layer, and the lengths.
+"""Everything a sequence has behind it, as one pytree: KV, convolution window and SSM state of each layer, and the
+lengths.
 
 Rows of a batch are independent: each has its own length, and new tokens of a row are written behind its own old ones.
 """
@@ -144,7 +145,9 @@ def cache_shapes(
     for kind in pattern:
         if kind == "*":
             axis = axis_of(rules.kv_heads)
-            kv = jax.ShapeDtypeStruct((batch, capacity, repeated(config.num_key_value_heads, axis), config.head_dim), dtype)
+            kv = jax.ShapeDtypeStruct(
+                (batch, capacity, repeated(config.num_key_value_heads, axis), config.head_dim), dtype
+            )
             spec = P(rows, None, cut(axis))
             shapes.append(AttentionCache(kv, kv))
             specs.append(AttentionCache(spec, spec))

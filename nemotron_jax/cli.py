@@ -1,4 +1,6 @@
-"""The ``nemotron-jax`` program: arguments, devices, exit statuses. What each command does is in ``nemotron_jax/commands``."""
+"""The ``nemotron-jax`` program: arguments, devices, exit statuses. What each command does is in
+``nemotron_jax/commands``.
+"""
 
 import argparse
 import importlib
@@ -66,7 +68,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="ranks of the tensor axis")
     parser.add_argument("--data-parallel", type=positive, default=1, metavar="N", help="ranks of the data axis")
     parser.add_argument(
-        "--fusion", default="auto", metavar="PLAN", help="none | all[/IMPL] | auto | kinds:M*[/IMPL] | layers:LETTERS (default: auto)"
+        "--fusion",
+        default="auto",
+        metavar="PLAN",
+        help="none | all[/IMPL] | auto | kinds:M*[/IMPL] | layers:LETTERS (default: auto)",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of matrices and activations")
 
@@ -79,7 +84,9 @@ def positive(text: str) -> int:
 
 
 def setup_devices(count: int) -> None:
-    """Make ``count`` devices available before JAX starts: GPUs where there are enough, otherwise virtual CPU devices (one line says so)."""
+    """Make ``count`` devices available before JAX starts: GPUs where there are enough, otherwise virtual CPU devices
+    (one line says so).
+    """
     import jax
 
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not _enough_gpus(count):

@@ -2,7 +2,8 @@
 
 A row-parallel projection gives every rank a summand. Its block either reduces it at once (``eager``) or hands on a
 :class:`PendingSum`, which the next norm reduces together with the residual add and the RMSNorm. Only this module reads
-``PendingSum.value`` and only this module and ``sharding.py`` issue collectives, so a sum that is forgotten or taken twice
+``PendingSum.value`` and only this module and ``sharding.py`` issue collectives, so a sum that is forgotten or taken
+twice
 is an error while tracing: a PendingSum is no array, and a value that no longer varies over the axis is refused.
 """
 
@@ -17,7 +18,6 @@ from nemotron_jax.sharding import Axis, ShardingRules, varies
 from pallas_kernels import rms_norm
 from pallas_kernels.allreduce_rms_norm import allreduce_rms_norm, choose, supported
 
-
 logger = logging.getLogger("nemotron_jax")
 
 EAGER = "eager"
@@ -29,7 +29,8 @@ KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PendingSum:
-    """A per-device summand of a value that is still to be summed over ``axis``. It is no Array: arithmetic on it is a TypeError.
+    """A per-device summand of a value that is still to be summed over ``axis``. It is no Array: arithmetic on it is a
+    TypeError.
 
     Attributes:
       value: varies over the axis. Read by this module alone.
@@ -51,7 +52,9 @@ def defer(x: jax.Array, axis: Axis) -> "jax.Array | PendingSum":
     if axis.size == 1:
         return x
     if not varies(x, axis):
-        raise TypeError(f"defer: found {jax.typeof(x)}, which is the same on every rank of {axis.name!r}: its sum is taken already")
+        raise TypeError(
+            f"defer: found {jax.typeof(x)}, which is the same on every rank of {axis.name!r}: its sum is taken already"
+        )
     return PendingSum(x, axis)
 
 
@@ -59,13 +62,16 @@ def settle(x: "PendingSum | jax.Array", axis: Axis) -> jax.Array:
     """Reduce a pending sum now. The identity on an axis of size 1.
 
     Raises:
-      TypeError: if ``x`` is no PendingSum: its sum is taken already, and a second one would multiply it by the axis size.
+      TypeError: if ``x`` is no PendingSum: its sum is taken already, and a second one would multiply it by the axis
+      size.
     """
     if isinstance(x, PendingSum):
         return _psum(x.value, x.axis)
     if axis.size == 1:
         return x
-    raise TypeError(f"settle: found {jax.typeof(x)}, accepted a PendingSum: a value that is no pending sum is not summed again")
+    raise TypeError(
+        f"settle: found {jax.typeof(x)}, accepted a PendingSum: a value that is no pending sum is not summed again"
+    )
 
 
 def reduce_now(x: jax.Array, axis: Axis) -> jax.Array:
@@ -90,7 +96,8 @@ def add_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Take a block's output, reduced or pending, into the residual and normalise it.
 
-    ``new_residual = residual + sum(x)`` rounded once to the residual's dtype; ``normed = rms_norm(new_residual) * weight``,
+    ``new_residual = residual + sum(x)`` rounded once to the residual's dtype; ``normed = rms_norm(new_residual) *
+    weight``,
     computed in float32 and cast once.
 
     Args:
@@ -116,7 +123,9 @@ def add_norm(
             x.value, residual, weight, axis_name=x.axis.name, eps=eps, implementation=implementation, state=state
         )
     if varies(x, axis):
-        raise TypeError(f"add_norm: found {jax.typeof(x)}, which differs between the ranks of {axis.name!r} and is no PendingSum")
+        raise TypeError(
+            f"add_norm: found {jax.typeof(x)}, which differs between the ranks of {axis.name!r} and is no PendingSum"
+        )
     if residual is None:
         residual = x.astype(residual_dtype or x.dtype)
         return rms_norm(residual, None, weight, eps=eps, out_dtype=x.dtype)
@@ -181,13 +190,17 @@ class FusionPlan:
 def parse_plan(spec: str, pattern: str) -> tuple[str, ...]:
     """What ``spec`` asks for at each boundary: ``eager``, an implementation, or ``auto``.
 
-    Accepted: ``none`` | ``all`` | ``auto`` | ``kinds:M*`` | ``layers:`` and one letter per block (``.`` eager, ``p`` psum,
-    ``g`` gather, ``1`` one_shot, ``2`` two_shot, ``f`` flags, ``a`` auto); ``all`` and ``kinds:`` may end in ``/IMPLEMENTATION``.
+    Accepted: ``none`` | ``all`` | ``auto`` | ``kinds:M*`` | ``layers:`` and one letter per block (``.`` eager, ``p``
+    psum,
+    ``g`` gather, ``1`` one_shot, ``2`` two_shot, ``f`` flags, ``a`` auto); ``all`` and ``kinds:`` may end in
+    ``/IMPLEMENTATION``.
 
     Raises:
       ValueError: naming what was found and what is accepted.
     """
-    usage = "accepted: none, all, auto, kinds:LETTERS, layers:LETTERS; all and kinds: may end in /" + "|".join(IMPLEMENTATIONS)
+    usage = "accepted: none, all, auto, kinds:LETTERS, layers:LETTERS; all and kinds: may end in /" + "|".join(
+        IMPLEMENTATIONS
+    )
     head, slash, implementation = spec.partition("/")
     if slash and (head in ("none", "auto") or head.startswith("layers:")):
         raise ValueError(f"fusion plan {spec!r}: {head.partition(':')[0]!r} takes no /IMPLEMENTATION; {usage}")
@@ -202,15 +215,21 @@ def parse_plan(spec: str, pattern: str) -> tuple[str, ...]:
         kinds = head.removeprefix("kinds:")
         unknown = sorted(set(kinds) - set(KINDS))
         if unknown or not kinds:
-            raise ValueError(f"fusion plan {spec!r}: found block kinds {unknown or 'none'}, accepted letters of {''.join(KINDS)!r}")
+            raise ValueError(
+                f"fusion plan {spec!r}: found block kinds {unknown or 'none'}, accepted letters of {''.join(KINDS)!r}"
+            )
         return tuple(implementation if kind in kinds else EAGER for kind in pattern)
     if head.startswith("layers:"):
         letters = head.removeprefix("layers:")
         unknown = [f"{c!r} at {i}" for i, c in enumerate(letters) if c not in LETTERS]
         if unknown:
-            raise ValueError(f"fusion plan {spec!r}: unknown letters {', '.join(unknown)}, accepted {''.join(LETTERS)!r}")
+            raise ValueError(
+                f"fusion plan {spec!r}: unknown letters {', '.join(unknown)}, accepted {''.join(LETTERS)!r}"
+            )
         if len(letters) != len(pattern):
-            raise ValueError(f"fusion plan {spec!r}: found {len(letters)} letters, accepted one per block: {len(pattern)}")
+            raise ValueError(
+                f"fusion plan {spec!r}: found {len(letters)} letters, accepted one per block: {len(pattern)}"
+            )
         return tuple(LETTERS[c] for c in letters)
     raise ValueError(f"fusion plan {spec!r} is unknown; {usage}")
 
@@ -230,7 +249,8 @@ def plan(
     device_kind: str | None = None,
     peers_reachable: bool = True,
 ) -> FusionPlan:
-    """Resolve ``spec`` for one program. Only static facts count: pattern, shapes, dtypes, mesh, device kind, and one start-up probe.
+    """Resolve ``spec`` for one program. Only static facts count: pattern, shapes, dtypes, mesh, device kind, and one
+    start-up probe.
 
     An implementation that cannot run here gives way to the best one that can, with the reason recorded at its boundary.
 
@@ -269,5 +289,7 @@ def plan(
                 boundaries.append(Boundary(layer, kind, asked, ""))
             else:
                 instead, why = fastest()
-                boundaries.append(Boundary(layer, kind, instead, f"{asked} cannot run here: it {why_not}; {instead} instead ({why})"))
+                boundaries.append(
+                    Boundary(layer, kind, instead, f"{asked} cannot run here: it {why_not}; {instead} instead ({why})")
+                )
     return FusionPlan(spec, tuple(boundaries))

@@ -33,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     # Before anything asks for devices: the number cannot change afterwards. It concerns only the CPU platform.
     jax.config.update("jax_num_cpu_devices", 8)
+    if not config.getoption("--gpu"):
+        jax.config.update("jax_disable_most_optimizations", True)  # of the CPU's code generator: tests mostly compile
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

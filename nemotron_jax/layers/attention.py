@@ -10,12 +10,14 @@ from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import dot_precision, project, weight
 from nemotron_jax.sharding import Axis, Layout, Section, cut_rows
 
-# Scores of one block of queries are held in float32; queries are taken in blocks so that they stay below this many entries.
+# Scores of one block of queries are held in float32; queries are taken in blocks so that they stay below this many
+# entries.
 MAX_SCORES = 1 << 28
 
 
 class Attention(nnx.Module):
-    """Heads cut over the tensor axis: q, k and v rows run as one product per rank, o columns leave a summand on each rank.
+    """Heads cut over the tensor axis: q, k and v rows run as one product per rank, o columns leave a summand on each
+    rank.
 
     With fewer KV heads than ranks, neighbouring ranks hold the same KV head.
     """
@@ -39,13 +41,15 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "batch tokens hidden"], AttentionCache | None]:
         b, t, _ = x.shape
         q, k, v = jnp.split(
-            project(x, self.qkv[...]).reshape(b, t, -1, self.head_dim), (self.q_heads, self.q_heads + self.kv_heads), axis=2
+            project(x, self.qkv[...]).reshape(b, t, self.q_heads + 2 * self.kv_heads, self.head_dim),
+            (self.q_heads, self.q_heads + self.kv_heads),
+            axis=2,
         )
         if cache is not None:
             cache = write(cache, k, v, rows)
             k, v = cache.k, cache.v
         y = attend(q, k, v, rows)
-        return project(y.reshape(b, t, -1), self.out[...]), cache
+        return project(y.reshape(b, t, self.q_heads * self.head_dim), self.out[...]), cache
 
 
 def write(cache: AttentionCache, k: jax.Array, v: jax.Array, rows: Rows) -> AttentionCache:
@@ -69,7 +73,8 @@ def write(cache: AttentionCache, k: jax.Array, v: jax.Array, rows: Rows) -> Atte
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> jax.Array:
     """Causal attention of new tokens over the row's old and new ones. Scores and softmax in float32.
 
-    Query t of a row sees slots 0 .. start + t; slots that hold nothing are neither scored nor multiplied (they may hold NaN).
+    Query t of a row sees slots 0 .. start + t; slots that hold nothing are neither scored nor multiplied (they may
+    hold NaN).
 
     Args:
       q: [batch, tokens, q_heads, head_dim].

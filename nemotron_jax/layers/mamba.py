@@ -1,7 +1,9 @@
 """Mamba-2 block ("M"): causal convolution, selective state space with scalar decay per head, gated grouped RMSNorm.
 
-Letters (glossary in model.py): b batch, t tokens, c chunks, l and s positions in a chunk, m heads, p head_dim, g groups,
-r heads of a group, e state size. State of a head: S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T, output y_t = S_t C_t + D x_t.
+Letters (glossary in model.py): b batch, t tokens, c chunks, l and s positions in a chunk, m heads, p head_dim, g
+groups,
+r heads of a group, e state size. State of a head: S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T, output y_t = S_t C_t +
+D x_t.
 """
 
 import jax
@@ -55,7 +57,11 @@ class Mamba(nnx.Module):
         self.norm_group = inner // groups  # channels of a norm group over all its ranks
         self.ranks_per_group = max(1, tp // groups)
         self.all_groups = groups
-        self.chunk_size, self.time_step_limit, self.eps = config.chunk_size, config.time_step_limit, config.layer_norm_epsilon
+        self.chunk_size, self.time_step_limit, self.eps = (
+            config.chunk_size,
+            config.time_step_limit,
+            config.layer_norm_epsilon,
+        )
 
         self.in_proj = weight(in_proj("weight", (d,)), dtype)
         self.in_bias = weight(in_proj("bias", ()), jnp.float32) if config.use_bias else None
@@ -66,7 +72,9 @@ class Mamba(nnx.Module):
         self.dt_bias = weight(cut_rows(f"{prefix}dt_bias", (heads,), axis), jnp.float32)
         self.norm = weight(cut_rows(f"{prefix}norm.weight", (inner,), axis), jnp.float32)
         self.out = weight(cut_rows(f"{prefix}out_proj.weight", (d, inner), axis, dim=1), dtype)
-        self.out_bias = weight(row_parallel_bias(f"{prefix}out_proj.bias", d, axis), jnp.float32) if config.use_bias else None
+        self.out_bias = (
+            weight(row_parallel_bias(f"{prefix}out_proj.bias", d, axis), jnp.float32) if config.use_bias else None
+        )
 
     def __call__(
         self, u: Float[Array, "batch tokens hidden"], cache: MambaCache | None, rows: Rows
@@ -79,7 +87,9 @@ class Mamba(nnx.Module):
 
         window = None if cache is None else cache.conv
         with jax.named_scope("conv"):
-            xbc, conv = causal_conv(xbc, self.conv[...], None if self.conv_bias is None else self.conv_bias[...], window, rows)
+            xbc, conv = causal_conv(
+                xbc, self.conv[...], None if self.conv_bias is None else self.conv_bias[...], window, rows
+            )
         x, b_in, c_in = jnp.split(xbc, (inner, inner + g * e), axis=-1)
         x, b_in, c_in = x.reshape(b, t, g, m // g, p), b_in.reshape(b, t, g, e), c_in.reshape(b, t, g, e)
         dt = self.time_step(dt, rows).reshape(b, t, g, m // g)
@@ -98,18 +108,24 @@ class Mamba(nnx.Module):
         return project(y, self.out[...], None if self.out_bias is None else self.out_bias[...]), new
 
     def time_step(self, dt: Float[Array, "batch tokens heads"], rows: Rows) -> Float[Array, "batch tokens heads"]:
-        """softplus(dt + dt_bias) clamped to time_step_limit, in float32; 0 at pads, so that they leave the state as it is."""
+        """softplus(dt + dt_bias) clamped to time_step_limit, in float32; 0 at pads, so that they leave the state as
+        it is.
+        """
         low, high = self.time_step_limit
         dt = jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...])
         dt = jnp.maximum(dt, low) if high == float("inf") else jnp.clip(dt, low, high)
         return dt if rows.valid is None else jnp.where(rows.valid[..., None], dt, 0.0)
 
-    def gated_norm(self, y: Float[Array, "batch tokens inner"], z: Float[Array, "batch tokens inner"]) -> Float[Array, "batch tokens inner"]:
+    def gated_norm(
+        self, y: Float[Array, "batch tokens inner"], z: Float[Array, "batch tokens inner"]
+    ) -> Float[Array, "batch tokens inner"]:
         """RMSNorm over each group of y * silu(z), times the weight; in float32, returned in float32."""
         y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
-        grouped = y.reshape(*y.shape[:-1], self.groups, -1)
+        grouped = y.reshape(*y.shape[:-1], self.groups, y.shape[-1] // self.groups)
         squares = jnp.sum(jnp.square(grouped), -1, keepdims=True)
-        if self.ranks_per_group > 1:  # my part of one group's sum goes into that group's place; then every rank takes its own
+        if (
+            self.ranks_per_group > 1
+        ):  # my part of one group's sum goes into that group's place; then every rank takes its own
             mine = rank(self.axis) // self.ranks_per_group
             place = jax.nn.one_hot(mine, self.all_groups, dtype=jnp.float32)
             squares = sum_over(squares[..., 0] * place, self.axis)
@@ -158,7 +174,12 @@ def step(x, dt, a, b_in, c_in, d, state):
     Returns:
       (y [b, 1, g, r, p] float32, state float32).
     """
-    x, dt, b_in, c_in = x[:, 0].astype(jnp.float32), dt[:, 0], b_in[:, 0].astype(jnp.float32), c_in[:, 0].astype(jnp.float32)
+    x, dt, b_in, c_in = (
+        x[:, 0].astype(jnp.float32),
+        dt[:, 0],
+        b_in[:, 0].astype(jnp.float32),
+        c_in[:, 0].astype(jnp.float32),
+    )
     new = (dt[..., None] * x)[..., None] * b_in[:, :, None, None, :]
     if state is not None:
         new = state.astype(jnp.float32) * jnp.exp(dt * a)[..., None, None] + new
@@ -183,13 +204,14 @@ def chunk_scan(x, dt, a, b_in, c_in, d, state, chunk: int):
 
     def chunks(v):
         v = jnp.pad(v.astype(jnp.float32), ((0, 0), (0, pad)) + ((0, 0),) * (v.ndim - 2))
-        return v.reshape(batch, -1, chunk, *v.shape[2:])
+        return v.reshape(batch, (t + pad) // chunk, chunk, *v.shape[2:])
 
     x, dt, b_in, c_in = chunks(x), chunks(dt), chunks(b_in), chunks(c_in)
     decay = jnp.cumsum(dt * a, axis=2)  # [b, c, l, g, r], log of the decay since the chunk's start
     last = decay[:, :, -1:]
 
-    # within a chunk: token l sees token s <= l through exp(decay_l - decay_s) dt_s C_l.B_s; masked before the exponential
+    # within a chunk: token l sees token s <= l through exp(decay_l - decay_s) dt_s C_l.B_s; masked before the
+    # exponential
     cb = jnp.einsum("bclge,bcsge->bcgls", c_in, b_in, precision=HIGHEST)
     moved = jnp.moveaxis(decay, 2, -1)  # [b, c, g, r, l]
     difference = moved[..., :, None] - moved[..., None, :]
@@ -201,14 +223,18 @@ def chunk_scan(x, dt, a, b_in, c_in, d, state, chunk: int):
     scaled = x * (dt * jnp.exp(last - decay))[..., None]
     added = jnp.einsum("bclgrp,bclge->bcgrpe", scaled, b_in, precision=HIGHEST)
     kept = jnp.exp(last[:, :, 0])  # [b, c, g, r]
-    first = vary_like(jnp.zeros((batch, g, r, p, e), jnp.float32), added) if state is None else state.astype(jnp.float32)
+    first = (
+        vary_like(jnp.zeros((batch, g, r, p, e), jnp.float32), added) if state is None else state.astype(jnp.float32)
+    )
 
     def over_chunks(s, chunk_of):
         add, keep = chunk_of
         return s * keep[..., None, None] + add, s
 
-    state, before = lax.scan(over_chunks, vary_like(first, added, kept), (jnp.moveaxis(added, 1, 0), jnp.moveaxis(kept, 1, 0)))
+    state, before = lax.scan(
+        over_chunks, vary_like(first, added, kept), (jnp.moveaxis(added, 1, 0), jnp.moveaxis(kept, 1, 0))
+    )
     before = jnp.moveaxis(before, 0, 1)  # [b, c, g, r, p, e]
     y = y + jnp.einsum("bclge,bcgrpe->bclgrp", c_in, before, precision=HIGHEST) * jnp.exp(decay)[..., None]
     y = y + d[..., None] * x
-    return y.reshape(batch, -1, g, r, p)[:, :t], state
+    return y.reshape(batch, t + pad, g, r, p)[:, :t], state

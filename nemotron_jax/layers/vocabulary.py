@@ -1,4 +1,6 @@
-"""Embedding and head, both cut over the tensor axis by rows of the vocabulary (padded with zero rows where it does not divide)."""
+"""Embedding and head, both cut over the tensor axis by rows of the vocabulary (padded with zero rows where it does
+not divide).
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,9 @@ class Embedding(nnx.Module):
         self.table = _rows(config, "embeddings.weight", axis, dtype)
 
     def __call__(self, ids: Int[Array, "batch tokens"]) -> Float[Array, "batch tokens hidden"]:
-        """Each rank looks up the ids it holds; one all-reduce adds a row and zeros, so the sum is exact in any dtype."""
+        """Each rank looks up the ids it holds; one all-reduce adds a row and zeros, so the sum is exact in any
+        dtype.
+        """
         table = self.table[...]
         if self.axis.size == 1:
             return jnp.take(table, ids, axis=0, mode="clip")
