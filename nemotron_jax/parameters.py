@@ -1,54 +1,134 @@
-"""From rows of named tensors to sharded arrays: each device gets only what its rank holds. Also random values, equal at every degree."""
+"""From rows of named tensors to sharded arrays: each device gets only what its rank holds. Also random values."""
 
+import dataclasses
+import functools
+import itertools
 import math
+import os
 import zlib
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from nemotron_jax.sharding import TENSOR, Layout
+from nemotron_jax.sharding import TENSOR, Layout, Section
+
+# Host memory that reading ahead may take. With it goes the largest single parameter's share of this process, once.
+READ_AHEAD = 512 << 20
+SUBMITTED = 4 << 20  # bytes of reading that one task does: small tensors go together
+THREADS = min(16, 2 * (os.cpu_count() or 1))
 
 
 class Reader(Protocol):
     """Where parameter values come from."""
 
     def __call__(self, tensor: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> Any:
-        """Rows [start, stop) along ``dim`` of the tensor called ``tensor``, whose whole shape is ``shape``. NumPy or jax array."""
+        """Rows [start, stop) along ``dim`` of the tensor called ``tensor``, of the whole shape ``shape``; any array."""
         ...
+
+
+class Cut(NamedTuple):
+    """Rows [start, stop) of a tensor along a dimension, and the memory where they go (cast to its dtype)."""
+
+    start: int
+    stop: int
+    out: np.ndarray
+
+
+@runtime_checkable
+class BulkReader(Protocol):
+    """A reader that fills memory given to it, in pieces that may run at the same time."""
+
+    def jobs(self, name: str, dim: int, cuts: Sequence[Cut]) -> Iterable[tuple[int, Callable[[], None]]]:
+        """(bytes filled, call) for each piece of the work of filling ``cuts``."""
+        ...
+
+
+class Piece(NamedTuple):
+    """Rows of one checkpoint tensor, and where in a rank's array they stand.
+
+    Attributes:
+      tensor: canonical name.
+      shape: of the whole tensor in the checkpoint.
+      dim: dimension of the tensor along which [start, stop) is taken.
+      index: selects the place in the rank's array; the selection has the shape of the rows.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+    index: tuple[int | slice, ...]
+
+
+def pieces(layout: Layout, rank: int) -> Iterator[Piece]:
+    """What ``rank`` holds of a parameter, tensor by tensor. Rows that no piece covers are zero."""
+    shapes = section_shapes(layout)
+    offset = 0
+    for s in layout.sections:
+        start, stop = s.rows(rank, layout.ranks)
+        before, shape = (slice(None),) * layout.dim, shapes[s.tensor]
+        place = slice(offset, offset + stop - start)
+        offset += s.width()
+        if stop == start:
+            continue
+        if not stacked(s):
+            yield Piece(s.tensor, shape, layout.dim, start, stop, (*before, place))
+        elif layout.dim == 0:
+            for i in range(start, stop):
+                yield Piece(s.tensor.format(i), shape[1:], 0, 0, shape[1], (place.start + i - start,))
+        else:
+            for i in range(shape[0]):
+                yield Piece(s.tensor.format(i), shape[1:], layout.dim - 1, start, stop, (i, *before[1:], place))
+
+
+def stacked(section: Section) -> bool:
+    """Whether a section's rows come from many tensors, one per index of the first dimension (experts)."""
+    return "{}" in section.tensor
+
+
+def section_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of a layout, by the name that its sections give it; a stacked one's with the stack first."""
+    rows: dict[str, int] = {}
+    for s in layout.sections:
+        rows[s.tensor] = max(rows.get(s.tensor, 0), s.start + s.size)
+    return {name: (*layout.shape[: layout.dim], n, *layout.shape[layout.dim + 1 :]) for name, n in rows.items()}
 
 
 def local_values(layout: Layout, rank: int, read: Reader, dtype: Any) -> Any:
     """What ``rank`` holds of a parameter: its rows of every section, one after the other, cast to ``dtype``."""
-    dtype = jnp.dtype(dtype)
-    parts = []
+    values = [(piece, read(*piece[:5]).astype(dtype)) for piece in pieces(layout, rank)]
+    if len(values) == 1 and values[0][1].shape == layout.local_shape:
+        return values[0][1]
+    if not any(isinstance(value, jax.Array) for _, value in values):
+        out = np.zeros(layout.local_shape, dtype)
+        for piece, value in values:
+            out[piece.index] = value
+        return out
+    return _joined(layout, rank, values, dtype)
+
+
+def _joined(layout: Layout, rank: int, values: list[tuple[Piece, jax.Array]], dtype: Any) -> jax.Array:
+    """Values made on a device, put one after the other there."""
+    parts: list[jax.Array] = []
+    of = iter(values)
     for s in layout.sections:
         start, stop = s.rows(rank, layout.ranks)
-        if stop > start:
-            parts.append(_read_section(layout, s, start, stop, read, dtype))
+        if stop > start and stacked(s):
+            parts.append(
+                jnp.stack([v for _, v in itertools.islice(of, stop - start if layout.dim == 0 else layout.shape[0])])
+            )
+        elif stop > start:
+            parts.append(next(of)[1])
         if missing := s.width() - (stop - start):
-            shape = (*layout.shape[: layout.dim], missing, *layout.shape[layout.dim + 1 :])
-            parts.append(np.zeros(shape, dtype))
-    if len(parts) == 1:
-        return parts[0]
-    stack = jnp if any(isinstance(p, jax.Array) for p in parts) else np
-    return stack.concatenate(parts, axis=layout.dim)
-
-
-def _read_section(layout: Layout, s, start: int, stop: int, read: Reader, dtype) -> Any:
-    shapes = dict(layout.tensors())
-    if "{}" not in s.tensor:
-        return read(s.tensor, shapes[s.tensor], layout.dim, start, stop).astype(dtype)
-    indices = range(start, stop) if layout.dim == 0 else range(layout.shape[0])
-    pieces = []
-    for i in indices:
-        name = s.tensor.format(i)
-        bounds = (0, 0, shapes[name][0]) if layout.dim == 0 else (layout.dim - 1, start, stop)
-        pieces.append(read(name, shapes[name], *bounds).astype(dtype))
-    return (jnp if isinstance(pieces[0], jax.Array) else np).stack(pieces)
+            parts.append(jnp.zeros((*layout.shape[: layout.dim], missing, *layout.shape[layout.dim + 1 :]), dtype))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=layout.dim)
 
 
 def device_ranks(mesh: Mesh) -> dict[jax.Device, int]:
@@ -59,65 +139,227 @@ def device_ranks(mesh: Mesh) -> dict[jax.Device, int]:
     return {mesh.devices[i]: i[along] for i in np.ndindex(mesh.devices.shape)}
 
 
-def assemble(layout: Layout, dtype: Any, mesh: Mesh, read: Reader, done: Callable[[int], None] = lambda bytes_read: None) -> jax.Array:
-    """A parameter over ``mesh``: every rank's rows are read once and placed on each of this process's devices of that rank.
+class Described(Protocol):
+    """A parameter: how it is cut, and its dtype."""
 
-    No collective runs; host memory holds one rank's share of one parameter at a time.
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+def planned_bytes(parameters: Iterable[Described], mesh: Mesh) -> int:
+    """Bytes that this process fills when it assembles ``parameters``: each rank's share once."""
+    total = 0
+    for p in parameters:
+        share = math.prod(p.layout.local_shape) * jnp.dtype(p.dtype).itemsize
+        total += share * len(_devices_by_rank(p.layout, mesh))
+    return total
+
+
+def assemble(
+    parameters: Sequence[Described], mesh: Mesh, read: Reader, done: Callable[[int], None] = lambda filled: None
+) -> tuple[jax.Array, ...]:
+    """Parameters over ``mesh``: every rank's rows are read once, for all of this process's devices of that rank.
+
+    No collective runs and nothing is compiled. A :class:`BulkReader` is read on several threads, READ_AHEAD bytes
+    ahead of the device; the host holds those and the shares of one more parameter.
+
+    Args:
+      parameters: what to assemble.
+      read: where values come from.
+      done: called with the number of bytes filled, from this thread.
     """
-    sharding = NamedSharding(mesh, layout.spec)
+    if isinstance(read, BulkReader):
+        return tuple(_in_bulk(parameters, mesh, read, done))
+    return tuple(_one_by_one(p.layout, jnp.dtype(p.dtype), mesh, read, done) for p in parameters)
+
+
+def _devices_by_rank(layout: Layout, mesh: Mesh) -> dict[int, list[jax.Device]]:
+    """This process's devices, by the rank whose rows they hold."""
     ranks = device_ranks(mesh)
     by_rank: dict[int, list[jax.Device]] = {}
-    for device in sharding.addressable_devices:
+    for device in NamedSharding(mesh, layout.spec).addressable_devices:
         by_rank.setdefault(0 if layout.replicated else ranks[device], []).append(device)
-    arrays = {}
-    for r, devices in sorted(by_rank.items()):
+    return dict(sorted(by_rank.items()))
+
+
+def _place(layout: Layout, mesh: Mesh, values: dict[int, Any], by_rank: dict[int, list[jax.Device]]) -> jax.Array:
+    """The global array of the ranks' shares. On CPU devices an aligned NumPy share becomes the array without a copy."""
+    arrays = [jax.device_put(values[r], device) for r, devices in by_rank.items() for device in devices]
+    return jax.make_array_from_single_device_arrays(layout.global_shape, NamedSharding(mesh, layout.spec), arrays)
+
+
+def _one_by_one(layout: Layout, dtype: Any, mesh: Mesh, read: Reader, done: Callable[[int], None]) -> jax.Array:
+    by_rank, values = _devices_by_rank(layout, mesh), {}
+    for r, devices in by_rank.items():
         with jax.default_device(devices[0]):
-            values = local_values(layout, r, read, dtype)
-        done(values.nbytes)
-        for device in devices:
-            arrays[device] = jax.device_put(values, device)
-    return jax.make_array_from_single_device_arrays(
-        layout.global_shape, sharding, [arrays[d] for d in sharding.addressable_devices]
-    )
+            values[r] = local_values(layout, r, read, dtype)
+        done(values[r].nbytes)
+    return _place(layout, mesh, values, by_rank)
+
+
+@dataclasses.dataclass
+class _Filling:
+    """A parameter whose shares are being read."""
+
+    layout: Layout
+    by_rank: dict[int, list[jax.Device]]
+    shares: dict[int, np.ndarray]
+    bytes: int
+    tasks: list[Future] = dataclasses.field(default_factory=list)
+
+
+def _in_bulk(
+    parameters: Sequence[Described], mesh: Mesh, read: BulkReader, done: Callable[[int], None]
+) -> Iterator[jax.Array]:
+    with ThreadPoolExecutor(THREADS, "read-weights") as pool:
+        filling: deque[_Filling] = deque()
+        batch = _Batch(pool)
+        try:
+            for p in parameters:
+                dtype, layout = jnp.dtype(p.dtype), p.layout
+                by_rank = _devices_by_rank(layout, mesh)
+                size = len(by_rank) * math.prod(layout.local_shape) * dtype.itemsize
+                while filling and size + sum(f.bytes for f in filling) > READ_AHEAD:
+                    batch.submit()
+                    yield _finish(filling.popleft(), mesh, done)
+                filling.append(
+                    _Filling(layout, by_rank, {r: aligned(layout.local_shape, dtype) for r in by_rank}, size)
+                )
+                for name, dim, cuts in _cuts(filling[-1]):
+                    for amount, job in read.jobs(name, dim, cuts):
+                        batch.add(filling[-1], amount, job)
+            batch.submit()
+            while filling:
+                yield _finish(filling.popleft(), mesh, done)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+class _Batch:
+    """Gathers small jobs, also of several parameters, so that handing them to a thread costs little each."""
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        self.pool = pool
+        self.jobs: list[Callable[[], None]] = []
+        self.fillings: list[_Filling] = []
+        self.bytes = 0
+
+    def add(self, filling: _Filling, amount: int, job: Callable[[], None]) -> None:
+        self.jobs.append(job)
+        if not self.fillings or self.fillings[-1] is not filling:
+            self.fillings.append(filling)
+        self.bytes += amount
+        if self.bytes >= SUBMITTED:
+            self.submit()
+
+    def submit(self) -> None:
+        if self.jobs:
+            task = self.pool.submit(_run, self.jobs)
+            for filling in self.fillings:
+                filling.tasks.append(task)
+        self.jobs, self.fillings, self.bytes = [], [], 0
+
+
+def _run(jobs: list[Callable[[], None]]) -> None:
+    for job in jobs:
+        job()
+
+
+def _finish(filling: _Filling, mesh: Mesh, done: Callable[[int], None]) -> jax.Array:
+    for task in filling.tasks:
+        task.result()
+    array = _place(filling.layout, mesh, filling.shares, filling.by_rank)
+    array.block_until_ready()  # a transfer that still runs would hold the share's memory beyond READ_AHEAD
+    done(filling.bytes)
+    return array
+
+
+def _cuts(filling: _Filling) -> Iterator[tuple[str, int, list[Cut]]]:
+    """Each tensor once, with the cuts of all ranks of this process: a row that several want columns of is read once."""
+    if not filling.by_rank:
+        return
+    layout = filling.layout
+    by_tensor: dict[tuple[str, int], list[Cut]] = {}
+    for r, share in filling.shares.items():
+        if (
+            sum(stop - start for start, stop in (s.rows(r, layout.ranks) for s in layout.sections))
+            < layout.local_shape[layout.dim]
+        ):
+            share[...] = 0
+        for piece in pieces(layout, r):
+            cut = Cut(piece.start, piece.stop, share[piece.index])
+            by_tensor.setdefault((piece.tensor, piece.dim), []).append(cut)
+    for (name, dim), cuts in by_tensor.items():
+        yield name, dim, cuts
+
+
+def aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Uninitialised memory that starts at a multiple of 64 bytes: a CPU device takes it as it is."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+# Tensors up to this many elements are drawn on the host: compiling a draw per shape and device costs more.
+SMALL = 1 << 22
 
 
 def random_reader(seed: int) -> Reader:
-    """Random values as a :class:`Reader`: row i of a tensor depends on the seed, its name and i alone, so every cut sees the same model.
+    """Random values as a :class:`Reader`: they depend on the seed, the tensor's name and the place in it alone.
 
-    Projections are normal with variance 1 / fan_in; A_log, dt_bias, D, norms and router biases get values that trained models have.
-    Values are made on the device that holds them.
+    Every cut sees the same model. Projections are normal with variance 1 / fan_in; A_log, dt_bias, D, norms and router
+    biases get values that trained models have. Large tensors are made row by row on the device that holds them, small
+    ones on the host.
     """
 
-    def read(tensor: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(tensor.encode()) & 0x7FFFFFFF)
-        others = tuple(n for i, n in enumerate(shape) if i != dim)
+    def read(tensor: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> np.ndarray | jax.Array:
+        name = zlib.crc32(tensor.encode()) & 0x7FFFFFFF
         fan_in = shape[-1] if len(shape) > 1 else 1
-        return _random_rows(key, tensor.rsplit(".", 2)[-2:], others, dim, fan_in, start, stop - start)
+        if math.prod(shape) <= SMALL:
+            generator = np.random.default_rng((seed, name))
+            draw = generator.random if _kind(tensor) in UNIFORM else generator.standard_normal
+            values = _scaled(draw(shape, np.float32), _kind(tensor), fan_in, np)
+            return values[(slice(None),) * dim + (slice(start, stop),)]
+        key = jax.random.fold_in(jax.random.key(seed), name)
+        others = tuple(n for i, n in enumerate(shape) if i != dim)
+        return _random_rows(key, start, stop - start, others, dim, fan_in, _kind(tensor))
 
     return read
 
 
-def _random_rows(key, leaf, others, dim, fan_in, start, rows):
-    values = _rows_kernel(key, start, rows=rows, others=others, uniform=leaf[-1] in ("A_log", "dt_bias"))
-    if leaf[-1] == "A_log":  # A in [-16, -1]
-        values = jnp.log(1.0 + 15.0 * values)
-    elif leaf[-1] == "dt_bias":  # softplus(dt_bias) log-uniform in [1e-3, 0.1]
-        dt = jnp.exp(math.log(1e-3) + values * math.log(100.0))
-        values = dt + jnp.log(-jnp.expm1(-dt))
-    elif leaf[-1] == "D" or leaf[0] in ("norm", "norm_f", "enorm", "hnorm", "final_layernorm"):
-        values = 1.0 + 0.1 * values
-    elif leaf[-1] in ("bias", "e_score_correction_bias"):
-        values = 0.1 * values
-    elif leaf[0] == "embeddings":
-        values = 0.5 * values
-    else:
-        values = values / math.sqrt(fan_in)
-    return jnp.moveaxis(values, 0, dim)
+UNIFORM = ("A_log", "dt_bias")
 
 
-def _rows(key, start, *, rows, others, uniform):
-    draw = jax.random.uniform if uniform else jax.random.normal
-    return jax.vmap(lambda i: draw(jax.random.fold_in(key, i), others))(start + jnp.arange(rows))
+def _kind(tensor: str) -> str:
+    """Which range of values a tensor has in trained models."""
+    owner, leaf = tensor.rsplit(".", 2)[-2:]
+    if leaf in ("A_log", "dt_bias"):
+        return leaf
+    if leaf == "D" or owner in ("norm", "norm_f", "enorm", "hnorm", "final_layernorm"):
+        return "scale"
+    if leaf in ("bias", "e_score_correction_bias"):
+        return "bias"
+    return "embedding" if owner == "embeddings" else "projection"
 
 
-_rows_kernel = jax.jit(_rows, static_argnames=("rows", "others", "uniform"))
+def _scaled(values, kind, fan_in, xp):
+    if kind == "A_log":  # A in [-16, -1]
+        return xp.log(1.0 + 15.0 * values)
+    if kind == "dt_bias":  # softplus(dt_bias) log-uniform in [1e-3, 0.1]
+        dt = xp.exp(math.log(1e-3) + values * math.log(100.0))
+        return dt + xp.log(-xp.expm1(-dt))
+    if kind == "scale":
+        return 1.0 + 0.1 * values
+    return values * {"bias": 0.1, "embedding": 0.5, "projection": fan_in**-0.5}[kind]
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "others", "dim", "fan_in", "kind"))
+def _random_rows(key, start, rows, others, dim, fan_in, kind):
+    draw = jax.random.uniform if kind in UNIFORM else jax.random.normal
+    values = jax.vmap(lambda i: draw(jax.random.fold_in(key, i), others))(start + jnp.arange(rows))
+    return jnp.moveaxis(_scaled(values, kind, fan_in, jnp), 0, dim)

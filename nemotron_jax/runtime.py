@@ -147,6 +147,7 @@ class NemotronH:
         self._variables = tuple(variable for _, variable in flat)
         self._weight_specs = tuple(p.layout.spec for p in self.parameters)
         self.weights: tuple[jax.Array, ...] | None = None
+        self.origin: Any = None  # what the weights were loaded from, as nemotron_jax.weights keeps it
         self._programs: dict[Any, Callable] = {}
         self._flags_states: dict[Any, Any] = {}
         self.folder: Path | None = None  # of the checkpoint: its tokenizer and generation_config.json are beside the weights
@@ -157,7 +158,7 @@ class NemotronH:
 
     def fill(self, reader: Reader, progress: Callable[[int], None] = lambda bytes_read: None) -> None:
         """Give every parameter its values; each device gets only its rank's rows."""
-        self.weights = tuple(assemble(p.layout, p.dtype, self.mesh, reader, progress) for p in self.parameters)
+        self.weights = assemble(self.parameters, self.mesh, reader, progress)
 
     def __repr__(self) -> str:
         shape = "x".join(f"{name}={size}" for name, size in self.mesh.shape.items())

@@ -6,15 +6,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from nemotron_jax.config import NemotronHConfig
+from nemotron_jax.parameters import planned_bytes
 from nemotron_jax.runtime import NemotronH
 from nemotron_jax.sharding import ShardingRules
-from nemotron_jax.weights.huggingface import FLOATS, Checkpoint
+from nemotron_jax.weights.held import Origin
+from nemotron_jax.weights.held import verify as compare_bytes
+from nemotron_jax.weights.huggingface import Checkpoint
+from nemotron_jax.weights.source import FLOATS, Source, listed
 
 logger = logging.getLogger("nemotron_jax")
 
@@ -31,9 +34,14 @@ def load(
     rules: ShardingRules | None = None,
     dtype: Any = None,
     fusion: str = "auto",
+    mtp: bool = False,
     progress: bool | None = None,
+    verify: bool = False,
 ) -> NemotronH:
     """Load a checkpoint into a model on ``mesh``; each device receives only its slices.
+
+    Host memory stays below ``parameters.READ_AHEAD`` (512 MiB) plus this process's shares of the largest parameter,
+    device memory at the shards; no collective runs, and each process reads only the bytes that its devices hold.
 
     Args:
       path: folder in Hugging Face layout; None: the model shipped with the package.
@@ -41,54 +49,92 @@ def load(
       rules: which logical axes are cut.
       dtype: of matrices and activations; default the checkpoint's.
       fusion: fusion plan.
+      mtp: also load the multi-token-prediction layers.
       progress: a progress bar on stderr; default where stderr is a terminal.
+      verify: read everything again afterwards and compare it with what the devices hold, byte for byte.
 
     Raises:
       FileNotFoundError, ValueError: before device memory is used; all missing, unknown and misshapen tensors are named.
+      ValueError: while reading, if a file is cut short or cannot be read; or if ``verify`` finds a difference.
     """
     folder = default_model() if path is None else Path(path)
     config = NemotronHConfig.from_json(folder)
-    checkpoint = Checkpoint(folder)
-    model = NemotronH(config, mesh=mesh, rules=rules, dtype=dtype, fusion=fusion)
+    source = open_source(folder, config)
+    model = NemotronH(config, mesh=mesh, rules=rules, dtype=dtype, fusion=fusion, mtp=mtp)
     model.folder = folder
-    used = check_tensors(model, checkpoint)
-    total = sum(int(np.prod(p.layout.global_shape)) * jnp.dtype(p.dtype).itemsize for p in model.parameters)
-    logger.info("loading %s: %d tensors, %.1f MB", folder, len(used), checkpoint.bytes(used) / 1e6)
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="loading", file=sys.stderr, disable=None if progress is None else not progress
-    ) as bar:
-        model.fill(checkpoint, bar.update)
+    used = check_tensors(model, source)
+    logger.info("loading %s: %d tensors, %.1f MB", folder, len(used), source.bytes(used) / 1e6)
+    total = planned_bytes(model.parameters, model.mesh)
+    try:
+        with _bar("loading", total, progress) as bar:
+            model.fill(source, bar.update)
+        model.origin = Origin(model, folder, source)
+        if verify:
+            with _bar("verifying", total, progress) as bar:
+                compare_bytes(model, source, bar.update)
+    except OSError as error:
+        raise ValueError(f"{source.where} cannot be read: {error}") from error
+    finally:
+        source.close()
     return model
 
 
-def check_tensors(model: NemotronH, checkpoint: Checkpoint) -> set[str]:
-    """Each parameter from exactly the tensors of the file, each tensor used or listed as skipped; returns the names used.
+def open_source(folder: Path, config: NemotronHConfig) -> Source:
+    """The tensors of a folder, whatever it holds them in."""
+    return Checkpoint(folder)
+
+
+def _bar(what: str, total: int, progress: bool | None) -> tqdm:
+    disable = None if progress is None else not progress
+    return tqdm(total=total, unit="B", unit_scale=True, desc=what, file=sys.stderr, disable=disable)
+
+
+def check_tensors(model: NemotronH, source: Source) -> list[str]:
+    """Each parameter from exactly the tensors of the file, each tensor used or listed as skipped.
 
     Raises:
       ValueError: naming every tensor that is missing, unknown, of another shape, or of a dtype that is no plain float.
+
+    Returns:
+      The names used.
     """
     expected = {name: shape for p in model.parameters for name, shape in p.layout.tensors()}
-    found = checkpoint.tensors
+    found = source.tensors
     faults = [f"missing {name} {shape}" for name, shape in expected.items() if name not in found]
-    skipped = [name for name in found if name.startswith("mtp.")]
-    unknown = [name for name in found if name not in expected and not name.startswith("mtp.")]
+    skipped, unknown = [], []
+    for name in found:
+        if name not in expected:
+            (skipped if may_skip(model.config, found[name].name, model.mtp) else unknown).append(name)
     if model.config.tie_word_embeddings and "lm_head.weight" in unknown and "embeddings.weight" in found:
-        if not np.array_equal(checkpoint.raw("lm_head.weight"), checkpoint.raw("embeddings.weight")):
+        if found["lm_head.weight"].shape != found["embeddings.weight"].shape or not np.array_equal(
+            source.rows("lm_head.weight"), source.rows("embeddings.weight")
+        ):
             faults.append("tie_word_embeddings is true, but lm_head.weight and the embedding differ")
         unknown.remove("lm_head.weight")
         skipped.append("lm_head.weight")
-    faults += [f"unknown {checkpoint.names[name]} {found[name].shape}" for name in unknown]
+    faults += [f"unknown {found[name].name} {found[name].shape}" for name in unknown]
     for name, shape in expected.items():
         if name in found and found[name].shape != shape:
-            faults.append(f"{checkpoint.names[name]} has shape {found[name].shape}, accepted {shape}{_terms(model.config, name)}")
+            terms = _terms(model.config, name)
+            faults.append(f"{found[name].name} has shape {found[name].shape}, accepted {shape}{terms}")
         elif name in found and found[name].dtype not in FLOATS:
-            faults.append(f"{checkpoint.names[name]} has dtype {found[name].dtype}, accepted {', '.join(FLOATS)}")
+            faults.append(f"{found[name].name} has dtype {found[name].dtype}, accepted {', '.join(FLOATS)}")
     if faults:
-        shown = faults if len(faults) <= 20 else [*faults[:20], f"and {len(faults) - 20} more"]
-        raise ValueError(f"checkpoint {checkpoint.folder} does not fit its config: " + "; ".join(shown))
+        raise ValueError(f"{source.where} does not fit its config: {listed(faults)}")
     if skipped:
-        logger.warning("skipped %d tensors that inference does not use: %s", len(skipped), ", ".join(sorted(skipped)[:3]) + (" ..." if len(skipped) > 3 else ""))
-    return set(expected)
+        shown = ", ".join(sorted(skipped)[:3]) + (" ..." if len(skipped) > 3 else "")
+        logger.warning("skipped %d tensors that inference does not use: %s", len(skipped), shown)
+    return list(expected)
+
+
+def may_skip(config: NemotronHConfig, name: str, mtp: bool = False) -> bool:
+    """Whether inference can do without a tensor of the file (by its name there).
+
+    So it is with drafting layers unless ``mtp``, and with the other towers of a file that wraps a language model.
+    """
+    if name.startswith("mtp."):
+        return not mtp
+    return config.wrapper is not None and not name.startswith("language_model.")
 
 
 def _terms(config: NemotronHConfig, name: str) -> str:
