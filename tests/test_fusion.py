@@ -56,10 +56,19 @@ def test_axis_of_size_one_is_the_identity():
         lambda p: sum_over(settle(p, FOUR), FOUR),
         lambda p: add_norm(p, None, jnp.ones(8), axis=FOUR, eps=1e-5),
     ],
-    ids=["settle twice", "settle an array", "defer after a sum", "defer twice", "defer after psum", "pending + 1", "1
-    + pending",
-         "reduce a pending", "sum over twice", "pending without residual"],
-)  # fmt: skip
+    ids=[
+        "settle twice",
+        "settle an array",
+        "defer after a sum",
+        "defer twice",
+        "defer after psum",
+        "pending + 1",
+        "1 + pending",
+        "reduce a pending",
+        "sum over twice",
+        "pending without residual",
+    ],
+)
 def test_misuse_is_a_type_error(wrong):
     with pytest.raises(TypeError):
         on_ranks(lambda x: wrong(defer(x[0], FOUR)), summands())
