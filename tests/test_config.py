@@ -443,6 +443,8 @@ def test_a_constructor_checks_as_well():
         NemotronHConfig(hybrid_override_pattern="-", vocab_size=8, hidden_size=8)
     with pytest.raises(ConfigError, match="'Z' at position 1"):
         dataclasses.replace(read(dense()), hybrid_override_pattern="MZ")
+    with pytest.raises(ConfigError, match=r"block_configs\[1\].block_type: found 'mamba'; accepted: a name of mlp"):
+        dataclasses.replace(read(dense()), block_configs=({}, {"block_type": "mamba"}, {}, {}, {}))
     with pytest.raises(ConfigError, match="nothing when num_nextn_predict_layers is 0"):
         dataclasses.replace(read(moe()), mtp_hybrid_override_pattern="*E")
 
@@ -498,6 +500,8 @@ def test_block_configs_are_seen_by_their_layer_only():
     assert [config.layer(i).num_experts_per_tok for i in (1, 3)] == [1, 3]
     assert config.layer(0).ssm_state_size == 8 and config.layer(0).conv_dim == 96 + 2 * 2 * 8
     assert config.layer(4) is config and config.layer(2) is config
+    same = dataclasses.replace(config, block_configs=({}, *config.block_configs[1:4], {"ssm_state_size": 16}))
+    assert same.layer(4) is same  # what is set is what the model has anyway
     assert config.layer(1) is config.layer(1)
     assert config.layer(1).hybrid_override_pattern == config.hybrid_override_pattern
     assert config.mtp_layer(0) is config
@@ -690,6 +694,8 @@ def test_equal_hashable_immutable_copyable():
     assert first != read(moe(a={"b": [2]})) and first != read(moe(vocab_size=129)) and first != "config"
     assert pickle.loads(pickle.dumps(first)) == copy.deepcopy(first) == first
     assert hash(pickle.loads(pickle.dumps(first))) == hash(first)
+    # Another process hashes strings otherwise: a hash that was kept must not travel.
+    assert set(vars(pickle.loads(pickle.dumps(first)))) == {field.name for field in dataclasses.fields(first)}
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.vocab_size = 3
     with pytest.raises(TypeError):
