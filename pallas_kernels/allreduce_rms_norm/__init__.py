@@ -2,7 +2,13 @@
 
 from pallas_kernels.allreduce_rms_norm.api import allreduce_rms_norm
 from pallas_kernels.allreduce_rms_norm.choose import choose
-from pallas_kernels.allreduce_rms_norm.flags_state import FlagsState, flags_state_specs, make_flags_state, state_bytes
+from pallas_kernels.allreduce_rms_norm.flags_state import (
+    FlagsState,
+    abstract_flags_state,
+    flags_state_specs,
+    make_flags_state,
+    state_bytes,
+)
 from pallas_kernels.allreduce_rms_norm.probe import peers_reachable, unreachable_reason
 from pallas_kernels.allreduce_rms_norm.support import IMPLEMENTATIONS, PEER_MEMORY, supported
 from pallas_kernels.errors import Unsupported
@@ -12,6 +18,7 @@ __all__ = [
     "PEER_MEMORY",
     "FlagsState",
     "Unsupported",
+    "abstract_flags_state",
     "allreduce_rms_norm",
     "choose",
     "flags_state_specs",

@@ -151,6 +151,21 @@ def make_flags_state(
     return FlagsState(stage, epoch, axes, axis_name, world, max_tokens, hidden, dtype.name, blocks)
 
 
+def abstract_flags_state(
+    mesh: Mesh, axis_name: str, max_tokens: int, hidden: int, dtype: jax.typing.DTypeLike, max_blocks: int | None = None
+) -> FlagsState | None:
+    """`make_flags_state` without memory: shapes and shardings, enough to lower and compile a program that takes a state."""
+    dtype, world, axes = jnp.dtype(dtype), mesh.shape[axis_name], tuple(mesh.axis_names)
+    if world == 1:
+        return None
+    blocks = min(max_blocks or MAX_BLOCKS, max_tokens)
+    rows = -(-max_tokens // blocks)
+    sharding = NamedSharding(mesh, PartitionSpec(axes))
+    shapes = ((mesh.size, *_stage_shape(blocks, world, rows, hidden, dtype)), (mesh.size, blocks))
+    stage, epoch = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes)
+    return FlagsState(stage, epoch, axes, axis_name, world, max_tokens, hidden, dtype.name, blocks)
+
+
 def flags_state_specs(state: FlagsState | None) -> FlagsState | None:
     """The partition specs of a state, as a pytree of its own shape, for `shard_map`'s in_specs."""
     if state is None:
