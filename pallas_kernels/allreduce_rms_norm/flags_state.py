@@ -154,7 +154,7 @@ def make_flags_state(
 def abstract_flags_state(
     mesh: Mesh, axis_name: str, max_tokens: int, hidden: int, dtype: jax.typing.DTypeLike, max_blocks: int | None = None
 ) -> FlagsState | None:
-    """`make_flags_state` without memory: shapes and shardings, enough to lower and compile a program that takes a state."""
+    """`make_flags_state` without memory: shapes and shardings, to lower and compile a program that takes a state."""
     dtype, world, axes = jnp.dtype(dtype), mesh.shape[axis_name], tuple(mesh.axis_names)
     if world == 1:
         return None
