@@ -171,7 +171,9 @@ def _batchable(call: _Call):
     return run
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _run(call: _Call, partial, residual, weight, state):
+    # A jitted function of its own: the layers of a model that make the same call share one trace and one lowering.
     kwargs = dict(eps=call.eps, unit_offset=call.unit_offset, out_dtype=call.out_dtype)
     if call.world == 1:
         if call.axis_name in _varying(partial):

@@ -1,12 +1,13 @@
 """What JAX's Mosaic GPU interpreter lacks for kernels that talk to each other, added for tests.
 
-JAX interprets Mosaic GPU kernels on the CPU, under shard_map on virtual devices, but knows neither semaphores nor references
-to the memory of peers. This module adds both, by patching private parts of JAX (0.11.2 and 0.12), and faults to look for:
+JAX interprets Mosaic GPU kernels on the CPU, under shard_map on virtual devices, but knows neither semaphores nor
+references to the memory of peers. This module adds both, by patching private parts of JAX (0.11.2 and 0.12), and faults
+to look for:
 
 * the barrier over all devices that XLA puts in front of a kernel that uses peers' memory;
 * `delays`: devices that start late;
-* `poison`: as soon as one device has finished, its inputs are overwritten with NaN, as XLA may do. A kernel that lets a device
-  go while a peer still reads from it then produces NaN;
+* `poison`: as soon as one device has finished, its inputs are overwritten with NaN, as XLA may do. A kernel that lets a
+  device go while a peer still reads from it then produces NaN;
 * a deadlock is an error after a minute instead of a hang.
 
 Inline code (plgpu.inline_mgpu) is skipped by the interpreter. Kernels run under `shard_map(check_vma=False)` only.
