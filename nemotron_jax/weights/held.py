@@ -1,5 +1,6 @@
 """A model's own arrays as a :class:`Source`: checkpoint tensors put together again from what each rank holds."""
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,9 +77,15 @@ class Held(Source):
             self.tensors = dict(sorted(self.tensors.items(), key=lambda item: order.get(item[0], len(order))))
         self._ranks = device_ranks(model.mesh)
         self._host: dict[tuple[int, int], np.ndarray] = {}
+        self._lock = threading.Lock()
+        self.metadata = origin.metadata if origin else {}
 
     def share(self, index: int, rank: int) -> np.ndarray:
         """What ``rank`` holds of a parameter, on the host; the last few are kept."""
+        with self._lock:
+            return self._share(index, rank)
+
+    def _share(self, index: int, rank: int) -> np.ndarray:
         if (index, rank) not in self._host:
             known = {i for i, _ in self._host} | {index}
             if len(known) > 2:  # experts' up and down matrices alternate, so two parameters are kept
@@ -109,15 +116,6 @@ class Held(Source):
                 place = [slice(None)] * out.ndim
                 place[piece.dim] = slice(a - window[piece.dim][0], b - window[piece.dim][0])
                 out[tuple(place)] = self.share(index, r)[piece.index][tuple(selected)].astype(dtype)
-
-    def jobs(self, name: str, dim: int, cuts: Sequence[Cut]):
-        for amount, job in super().jobs(name, dim, cuts):
-            job()  # here: transfers from a device, and the kept shares, are one thread's
-            yield amount, _nothing
-
-
-def _nothing() -> None:
-    pass
 
 
 def _distinct_ranks(layout: Layout) -> range:

@@ -14,9 +14,11 @@ from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.parameters import planned_bytes
 from nemotron_jax.runtime import NemotronH
 from nemotron_jax.sharding import ShardingRules
+from nemotron_jax.weights.atomic import recover
 from nemotron_jax.weights.held import Origin
 from nemotron_jax.weights.held import verify as compare_bytes
 from nemotron_jax.weights.huggingface import Checkpoint
+from nemotron_jax.weights.orbax import OrbaxCheckpoint, is_orbax
 from nemotron_jax.weights.source import FLOATS, Source, listed
 
 logger = logging.getLogger("nemotron_jax")
@@ -37,6 +39,7 @@ def load(
     mtp: bool = False,
     progress: bool | None = None,
     verify: bool = False,
+    revision: str | None = None,
 ) -> NemotronH:
     """Load a checkpoint into a model on ``mesh``; each device receives only its slices.
 
@@ -44,7 +47,8 @@ def load(
     device memory at the shards; no collective runs, and each process reads only the bytes that its devices hold.
 
     Args:
-      path: folder in Hugging Face layout; None: the model shipped with the package.
+      path: folder in Hugging Face layout or written by ``save`` or ``convert``, or a hub id; None: the model shipped
+        with the package.
       mesh: axes ``data`` and ``tensor``; default one device.
       rules: which logical axes are cut.
       dtype: of matrices and activations; default the checkpoint's.
@@ -52,12 +56,13 @@ def load(
       mtp: also load the multi-token-prediction layers.
       progress: a progress bar on stderr; default where stderr is a terminal.
       verify: read everything again afterwards and compare it with what the devices hold, byte for byte.
+      revision: of a hub id: branch, tag or commit.
 
     Raises:
       FileNotFoundError, ValueError: before device memory is used; all missing, unknown and misshapen tensors are named.
       ValueError: while reading, if a file is cut short or cannot be read; or if ``verify`` finds a difference.
     """
-    folder = default_model() if path is None else Path(path)
+    folder = default_model() if path is None else locate(path, revision=revision)
     config = NemotronHConfig.from_json(folder)
     source = open_source(folder, config)
     model = NemotronH(config, mesh=mesh, rules=rules, dtype=dtype, fusion=fusion, mtp=mtp)
@@ -66,11 +71,11 @@ def load(
     logger.info("loading %s: %d tensors, %.1f MB", folder, len(used), source.bytes(used) / 1e6)
     total = planned_bytes(model.parameters, model.mesh)
     try:
-        with _bar("loading", total, progress) as bar:
+        with progress_bar("loading", total, progress) as bar:
             model.fill(source, bar.update)
         model.origin = Origin(model, folder, source)
         if verify:
-            with _bar("verifying", total, progress) as bar:
+            with progress_bar("verifying", total, progress) as bar:
                 compare_bytes(model, source, bar.update)
     except OSError as error:
         raise ValueError(f"{source.where} cannot be read: {error}") from error
@@ -79,12 +84,20 @@ def load(
     return model
 
 
+def locate(path: str | Path, *, revision: str | None = None) -> Path:
+    """The folder that a path means."""
+    recover(Path(path))
+    return Path(path)
+
+
 def open_source(folder: Path, config: NemotronHConfig) -> Source:
     """The tensors of a folder, whatever it holds them in."""
+    if is_orbax(folder):
+        return OrbaxCheckpoint(folder, config)
     return Checkpoint(folder)
 
 
-def _bar(what: str, total: int, progress: bool | None) -> tqdm:
+def progress_bar(what: str, total: int, progress: bool | None) -> tqdm:
     disable = None if progress is None else not progress
     return tqdm(total=total, unit="B", unit_scale=True, desc=what, file=sys.stderr, disable=disable)
 

@@ -1,0 +1,186 @@
+"""``save``, ``export`` and ``convert``: whole folders, written so that an interruption leaves what was there before."""
+
+import dataclasses
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from nemotron_jax.config import NemotronHConfig
+from nemotron_jax.runtime import NemotronH
+from nemotron_jax.shapes import checkpoint_shapes
+from nemotron_jax.weights.atomic import replacing
+from nemotron_jax.weights.companions import carry
+from nemotron_jax.weights.export import write_safetensors
+from nemotron_jax.weights.held import Held
+from nemotron_jax.weights.huggingface import INDEX
+from nemotron_jax.weights.loading import locate, may_skip, open_source, progress_bar
+from nemotron_jax.weights.orbax import is_orbax, write_arrays
+from nemotron_jax.weights.source import FLOATS, Source, listed
+
+logger = logging.getLogger("nemotron_jax")
+
+ORBAX, HUGGINGFACE = "orbax", "huggingface"
+
+
+def save(model: NemotronH, path: str | Path, *, progress: bool | None = None) -> None:
+    """Save a model's weights as an Orbax checkpoint that :func:`~nemotron_jax.load` restores onto any mesh.
+
+    The folder appears, or an earlier checkpoint of this format in it is replaced, in one step when everything is
+    written. Config, tokenizer and generation files of the folder that the model was loaded from travel along. A
+    tensor keeps the dtype of the file it was loaded from, where the model's array has all of its values.
+
+    Args:
+      model: any model with weights; all of its devices belong to this process.
+      path: the folder. It may not exist, be empty, or hold an earlier checkpoint of this format.
+      progress: a progress bar on stderr; default where stderr is a terminal.
+
+    Raises:
+      ValueError: if the path holds something else, or the disk has no room, or writing failed. What was there is
+        untouched.
+    """
+    held = Held(model)
+    _write(Path(path), ORBAX, held, model.config, model.folder, overwrite=False, progress=progress)
+
+
+def export(model: NemotronH, path: str | Path, *, overwrite: bool = False, progress: bool | None = None) -> None:
+    """Write a model's weights in Hugging Face layout: names, dtypes and files of the checkpoint that it came from.
+
+    Args:
+      model: any model with weights; all of its devices belong to this process.
+      path: the folder. It may not exist or be empty.
+      overwrite: also replace a checkpoint.
+      progress: a progress bar on stderr; default where stderr is a terminal.
+
+    Raises:
+      ValueError: as for :func:`save`.
+    """
+    held = Held(model)
+    _write(Path(path), HUGGINGFACE, held, model.config, model.folder, overwrite=overwrite, progress=progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """What :func:`convert` did.
+
+    Attributes:
+      tensors: checkpoint tensors carried over.
+      bytes: of them, as written.
+      seconds: it took.
+      format: what was written, ``orbax`` or ``huggingface``.
+    """
+
+    tensors: int
+    bytes: int
+    seconds: float
+    format: str
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    revision: str | None = None,
+    overwrite: bool = False,
+    progress: bool | None = None,
+) -> Conversion:
+    """Convert a folder or hub id in Hugging Face layout to Orbax, or an Orbax folder back. No device is used.
+
+    Every tensor is carried, ``mtp.*`` too. Quantised weights come out in bfloat16.
+
+    Args:
+      source: where from.
+      target: where to; a folder that does not exist or is empty, or an Orbax folder of ours.
+      revision: of a hub id: branch, tag or commit.
+      overwrite: also replace a checkpoint in Hugging Face layout.
+      progress: a progress bar on stderr; default where stderr is a terminal.
+
+    Raises:
+      FileNotFoundError, ValueError: if the source is incomplete or damaged, the target cannot be replaced, or writing
+      failed.
+        The source is only read; the target is whole, old or new.
+    """
+    begun = time.perf_counter()
+    folder = locate(source, revision=revision)
+    config = NemotronHConfig.from_json(folder)
+    opened = open_source(folder, config)
+    check_complete(opened, config)
+    kind = HUGGINGFACE if is_orbax(folder) else ORBAX
+    if folder.resolve() == Path(target).resolve():
+        raise ValueError(f"{target} is the source itself; accepted: another folder")
+    _write(Path(target), kind, opened, config, folder, overwrite=overwrite, progress=progress)
+    opened.close()
+    return Conversion(len(opened.tensors), opened.bytes(), time.perf_counter() - begun, kind)
+
+
+def check_complete(source: Source, config: NemotronHConfig) -> None:
+    """Every tensor that the config asks for is there, and nothing else that is not known.
+
+    Raises:
+      ValueError: naming every tensor that is missing, unknown, of another shape or of a dtype that is no plain float.
+    """
+    expected = checkpoint_shapes(config, prefix="")
+    found = source.tensors
+    faults = []
+    drafting = [name for name in expected if name.startswith("mtp.")]
+    if drafting and not any(name.startswith("mtp.") for name in found):
+        logger.warning("%s: its config has MTP layers, but it holds no mtp.* tensors", source.where)
+        expected = {name: shape for name, shape in expected.items() if not name.startswith("mtp.")}
+    faults += [f"missing {name} {shape}" for name, shape in expected.items() if name not in found]
+    for name, t in found.items():
+        if name not in expected:
+            if not may_skip(config, t.name) and not (config.tie_word_embeddings and name == "lm_head.weight"):
+                faults.append(f"unknown {t.name} {t.shape}")
+        elif t.shape != expected[name]:
+            faults.append(f"{t.name} has shape {t.shape}, accepted {expected[name]}")
+        elif t.dtype not in FLOATS:
+            faults.append(f"{t.name} has dtype {t.dtype}, accepted {', '.join(FLOATS)}")
+    if faults:
+        raise ValueError(f"{source.where} does not fit its config: {listed(faults)}")
+
+
+def _write(
+    path: Path,
+    kind: str,
+    source: Source,
+    config: NemotronHConfig,
+    folder: Path | None,
+    *,
+    overwrite: bool,
+    progress: bool | None,
+) -> None:
+    check_replaceable(path, overwrite)
+    needed = source.bytes()
+    writer: Callable = write_arrays if kind == ORBAX else write_safetensors
+    arguments = (config,) if kind == ORBAX else ()
+    try:
+        with replacing(path) as new:
+            free = shutil.disk_usage(new).free
+            if free < needed:
+                raise OSError(f"it needs {needed} bytes, {free} are free on its disk")
+            carry(folder, new, config, dequantized=getattr(source, "quantized", False))
+            with progress_bar(f"writing {path.name}", needed, progress) as bar:
+                writer(new, source, *arguments, bar.update)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} was not written: {error}") from error
+    logger.info("wrote %d tensors, %.1f MB to %s", len(source.tensors), needed / 1e6, path)
+
+
+def check_replaceable(path: Path, overwrite: bool = False) -> None:
+    """Whether a folder may be written.
+
+    Raises:
+      ValueError: if something else is there.
+    """
+    if not path.exists() or is_orbax(path):
+        return
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file; accepted: a folder to write to")
+    if not any(path.iterdir()):
+        return
+    weights = (path / INDEX).exists() or any(path.glob("*.safetensors"))
+    if not (overwrite and weights and (path / "config.json").exists()):
+        accepted = "a new or empty folder, or an Orbax checkpoint of this program"
+        hint = "; to replace the checkpoint there, ask for it (overwrite)" if weights else ""
+        raise ValueError(f"{path} is not empty; accepted: {accepted}{hint}")
