@@ -6,6 +6,7 @@ One process that owns all GPUs always can. With one process per GPU it depends o
 
 import ctypes
 import logging
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.allreduce_rms_norm.support import mesh_fault
+from pallas_kernels.rms_norm.windows import THREADS
 
 logger = logging.getLogger(__name__)
 _answers: dict[Mesh, str | None] = {}
@@ -89,48 +91,45 @@ def _local_answer(mesh: Mesh) -> str | None:
 
 
 def _read_neighbours(mesh: Mesh) -> jax.Array:
-    """Every device writes its number + 1 and reads its successor's along the flattened mesh, through a peer
-    reference."""
+    """Every device holds its number + 1 in the flattened mesh, and reads that of the next one through a peer reference."""
+    numbers = np.repeat(np.arange(1, mesh.size + 1, dtype=np.int32)[:, None], THREADS, axis=1)
+    sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
+    x = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
+    return jax.block_until_ready(neighbour_program(mesh)(x))
+
+
+def neighbour_program(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """The probe as a jitted function of int32 [devices, 128], sharded over all axes of the mesh."""
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     axes = tuple(mesh.axis_names)
-    row = PartitionSpec(axes)
+    layout = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
-    def kernel(x_ref, out_ref, sem):
-        # Successor along the last axis that has more than one device, wrapped, and carried into the axes before it.
-        target, carry = {}, jnp.int32(1)
+    def neighbour(step: int) -> dict[str, jax.Array]:
+        """The next (1) or last (-1) device of the flattened mesh, by its place along each axis."""
+        number = jnp.int32(0)
+        for axis in axes:
+            number = number * jnp.int32(mesh.shape[axis]) + lax.axis_index(axis)
+        number = lax.rem(number + jnp.int32(mesh.size + step), jnp.int32(mesh.size))
+        place = {}
         for axis in reversed(axes):
-            size = mesh.shape[axis]
-            position = lax.axis_index(axis) + carry
-            target[axis] = lax.rem(position, jnp.int32(size))
-            carry = lax.div(position, jnp.int32(size))
-        layout = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
-        out_ref[...] = plgpu.layout_cast(_load(plgpu, plgpu.remote_ref(x_ref, target), layout), layout)
-        # Nobody may leave, and give its input back to XLA, while its predecessor still reads.
-        plgpu.semaphore_signal(sem, device_id=_predecessor(axes, mesh)) if hasattr(
-            plgpu, "semaphore_signal"
-        ) else _signal(sem, _predecessor(axes, mesh))
-        _wait(sem)
+            size = jnp.int32(mesh.shape[axis])
+            place[axis], number = lax.rem(number, size), lax.div(number, size)
+        return place
 
-    def _signal(sem, device):
-        from jax.experimental import pallas as pl
-
-        pl.semaphore_signal(sem, 1, device_id=device)
-
-    def _wait(sem):
-        from jax.experimental import pallas as pl
-
-        pl.semaphore_wait(sem, value=1, decrement=False)
+    def kernel(x_ref, out_ref, read):
+        out_ref[...] = plgpu.load(plgpu.remote_ref(x_ref, neighbour(1)), layout=layout)
+        # Nobody gives its input back to XLA while the device before it still reads.
+        pl.semaphore_signal(read, 1, device_id=neighbour(-1))
+        pl.semaphore_wait(read, value=1, decrement=False)
 
     call = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((128,), jnp.int32),
-        scratch_types=dict(sem=plgpu.SemaphoreType.REGULAR),
+        out_type=jax.ShapeDtypeStruct((THREADS,), jnp.int32),
+        scratch_types=dict(read=plgpu.SemaphoreType.REGULAR),
         grid=(1,),
         grid_names=("block",),
     )
-    mapped = jax.jit(jax.shard_map(lambda x: call(x[0])[None], mesh=mesh, in_specs=row, out_specs=row, check_vma=False))
-    numbers = np.repeat(np.arange(1, mesh.size + 1, dtype=np.int32)[:, None], 128, axis=1)
-    sharding = NamedSharding(mesh, row)
-    x = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
-    return jax.block_until_ready(mapped(x))
+    spec = PartitionSpec(axes)
+    return jax.jit(jax.shard_map(lambda x: call(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))

@@ -26,7 +26,9 @@ from pallas_kernels.allreduce_rms_norm import (  # noqa: E402
     allreduce_rms_norm,
     flags_state_specs,
     make_flags_state,
+    unreachable_reason,
 )
+from pallas_kernels.allreduce_rms_norm.probe import nccl_version  # noqa: E402
 from tests.pallas_kernels import allreduce_cases as cases  # noqa: E402
 
 EXACT = ("reference", "gather", "one_shot", "two_shot", "flags")
@@ -298,6 +300,8 @@ def main():
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.watchdog, exit=True)
     mesh = world_mesh(args.world)
+    reason = unreachable_reason(mesh)
+    print(f"NCCL {nccl_version()}, peers' memory: {reason or 'reachable'}", flush=True)
     numbers = lambda text: [int(x) for x in text.split(",")]  # noqa: E731
     failures, compared, started = [], 0, time.time()
     slow = []
