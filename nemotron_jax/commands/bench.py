@@ -1,0 +1,130 @@
+"""Timings after a correctness check: ``decode`` and ``prefill`` of a model with random weights of real shapes, or of
+a checkpoint.
+
+The time per token is the slope over two lengths of the generator's own device loop. Each plan's logits are first
+compared
+with those of the unfused plan; a plan that differs gets no time.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from nemotron_jax.cli import DONE, FAILED, add_model_arguments, build_mesh, device_names, positive, print_json
+
+# Two equally valid orders of rounding in bfloat16 differ by a few per cent after some fifty layers.
+AGREE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("decode", "prefill"))
+    parser.add_argument("model", nargs="?", help="preset, folder or hub id (default: the shipped model)")
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--plans", nargs="+", metavar="PLAN", help="fusion plans to time side by side (default: --fusion)"
+    )
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1], metavar="N")
+    parser.add_argument(
+        "--context", type=positive, nargs="+", default=[2048], metavar="N", help="decode: tokens before"
+    )
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[8192], metavar="N", help="prefill: new tokens")
+    parser.add_argument(
+        "--steps", type=positive, nargs=2, default=[32, 160], metavar="N", help="the loop's two lengths"
+    )
+    parser.add_argument("--layers", type=positive, metavar="N", help="only the first N blocks of a preset")
+    parser.add_argument("--repeats", type=positive, default=10, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-ceilings", action="store_true", help="do not measure the copy and matrix product rates")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON object there")
+
+
+def run(args: argparse.Namespace) -> int:
+    mesh = build_mesh(args)
+    import jax
+    import numpy as np
+
+    from nemotron_jax import timing
+
+    result: dict = {
+        "what": args.what,
+        "devices": device_names(mesh),
+        "versions": {"jax": jax.__version__},
+        "command": " ".join(sys.argv[1:]),
+        "rows": [],
+    }
+    copy = matmul = None
+    if not args.no_ceilings and mesh.devices.flat[0].platform == "gpu":
+        copy, matmul = timing.copy_rate(), timing.matmul_rate()
+        result |= {"copy_bytes_per_second": copy, "matmul_flops_per_second": matmul}
+    model = _model(args, mesh)
+    ok = True
+    for batch in args.batch:
+        for size in args.context if args.what == "decode" else args.tokens:
+            expected = None
+            for plan in dict.fromkeys(["none", *(args.plans or [args.fusion])] if model.axis.size > 1 else ["none"]):
+                model.fusion = plan
+                resolved = model.plan(batch, 1 if args.what == "decode" else size)
+                if args.what == "decode":
+                    time, logits = timing.decode(model, batch, size, tuple(args.steps), args.repeats)
+                    floor = timing.decode_bytes(model, batch, size) / timing.HBM_BYTES_PER_SECOND
+                    ceiling = copy and timing.decode_bytes(model, batch, size) / copy
+                else:
+                    time, logits = timing.prefill(model, batch, size, args.repeats)
+                    flops = timing.prefill_flops(model, batch, size)
+                    floor, ceiling = flops / timing.FLOPS_PER_SECOND, matmul and flops / matmul
+                expected = logits if expected is None else expected
+                error = float(np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2)))
+                agrees = bool(np.isfinite(logits).all() and error <= AGREE[str(model.dtype)])
+                ok &= agrees
+                row = {
+                    "model": str(args.model or "shipped"),
+                    "tensor": model.axis.size,
+                    "batch": batch,
+                    "context" if args.what == "decode" else "tokens": size,
+                    "plan": plan,
+                    "ran": resolved.letters,
+                    "relative_rms_to_none": error,
+                    "ms": time.median * 1e3 if agrees else None,
+                    "ms_low": time.low * 1e3,
+                    "ms_high": time.high * 1e3,
+                    "share_of_floor": floor / time.median,
+                    "share_of_ceiling": ceiling / time.median if ceiling else None,
+                }
+                result["rows"].append(row)
+                print(_line(row), file=sys.stderr, flush=True)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if args.json:
+        print_json(result)
+    else:
+        for row in result["rows"]:
+            print(_line(row))
+    return DONE if ok else FAILED
+
+
+def _line(row: dict) -> str:
+    size = row.get("context", row.get("tokens"))
+    ms = "wrong" if row["ms"] is None else f"{row['ms']:.3f} ms ({row['ms_low']:.3f}..{row['ms_high']:.3f})"
+    ceiling = "" if row["share_of_ceiling"] is None else f", {row['share_of_ceiling']:.0%} of this machine's own rate"
+    return (
+        f"{row['model']} tp {row['tensor']} batch {row['batch']} at {size}, plan {row['plan']}: {ms}, "
+        f"{row['share_of_floor']:.0%} of the floor{ceiling}; differs from none by {row['relative_rms_to_none']:.1e}"
+    )
+
+
+def _model(args: argparse.Namespace, mesh):
+    from nemotron_jax import NemotronH, NemotronHConfig, load
+    from nemotron_jax.config import PRESETS
+
+    if args.model not in PRESETS:
+        return load(args.model, mesh=mesh, dtype=args.dtype)
+    config = NemotronHConfig.preset(args.model)
+    if args.layers:
+        pattern = config.hybrid_override_pattern[: args.layers]
+        config = dataclasses.replace(
+            config, hybrid_override_pattern=pattern, block_configs=config.block_configs[: args.layers]
+        )
+    return NemotronH(config, mesh=mesh, dtype=args.dtype, rngs=args.seed)
