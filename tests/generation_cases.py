@@ -10,6 +10,7 @@ os.environ.setdefault("NEMOTRON_JAX_COMPILATION_CACHE", "off")  # tests leave no
 
 import nemotron_jax
 from nemotron_jax.generation.text import Tokenizer
+from nemotron_jax.weights import load
 from nemotron_jax.weights.loading import default_model
 
 DATA = Path(__file__).parent / "data"
@@ -18,7 +19,7 @@ DATA = Path(__file__).parent / "data"
 @functools.lru_cache(maxsize=8)
 def trained(tensor: int = 1, data: int = 1, fusion: str = "none"):
     """The shipped model in float32."""
-    return nemotron_jax.load(mesh=nemotron_jax.make_mesh(tensor, data), dtype="float32", fusion=fusion, progress=False)
+    return load(mesh=nemotron_jax.make_mesh(tensor, data), dtype="float32", fusion=fusion, progress=False)
 
 
 @functools.cache

@@ -7,9 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from nemotron_jax.generation import Generator
+from nemotron_jax.generation import Generator, memory
 from nemotron_jax.generation import generator as generator_module
-from nemotron_jax.generation import memory
 from nemotron_jax.generation.decoding import Decoding, pieces
 from nemotron_jax.generation.programs import write_program
 from nemotron_jax.generation.sampling import Sampling, controls
@@ -40,7 +39,14 @@ def greedy():
 
 # ---------------------------------------------------------------------------------------------------------- greedy
 REFERENCE_GRID = [(1, 1, "none"), (4, 2, "all/gather")]
-FULL_GRID = [(2, 1, "none"), (4, 1, "layers:.gp.gp.gp.g"), (8, 1, "none"), (8, 1, "all/psum"), (1, 2, "none"), (2, 4, "all")]
+FULL_GRID = [
+    (2, 1, "none"),
+    (4, 1, "layers:.gp.gp.gp.g"),
+    (8, 1, "none"),
+    (8, 1, "all/psum"),
+    (1, 2, "none"),
+    (2, 4, "all"),
+]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +214,11 @@ def test_stop_strings_across_token_borders(count_case):
         found = Generator(model, max_new_tokens=32, eos=None, stop=stops).generate(rows)
         assert found[0].text == text[: text.index(stop)]
         assert found[0].finish_reason == "stop"
-        assert tokenizer().decode(found[0].tokens).endswith(tokenizer().decode(plain[0].tokens[len(found[0].tokens) - 1 :][:1]))
+        assert (
+            tokenizer()
+            .decode(found[0].tokens)
+            .endswith(tokenizer().decode(plain[0].tokens[len(found[0].tokens) - 1 :][:1]))
+        )
         assert found[1].text == plain[1].text and found[1].finish_reason == "length"
         count_case()
 
@@ -236,10 +246,10 @@ def test_streams_join_to_the_text(count_case):
 def test_answers_to_bad_settings():
     with pytest.raises(ValueError) as error:
         Generator(
-            tiny.model(), max_new_tokens=-1, top_p=0.5, steps_per_call=0, prefill_chunk=0, logprobs=-1, stop=["x"], eos=96,
-            max_positions=0,
+            tiny.model(), max_new_tokens=-1, top_p=0.5, steps_per_call=0, prefill_chunk=0, logprobs=-1, stop=["x"],
+            eos=96, max_positions=0,
         )  # fmt: skip
-    for name in ("max_new_tokens", "top_p", "steps_per_call", "prefill_chunk", "logprobs", "stop", "eos", "max_positions"):
+    for name in "max_new_tokens top_p steps_per_call prefill_chunk logprobs stop eos max_positions".split():
         assert name in str(error.value)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Generator(tiny.model()).temperature = 1.0

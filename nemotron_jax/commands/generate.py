@@ -1,6 +1,7 @@
 """Text from prompts: prompts and answers on stdout, logs and progress on stderr."""
 
 import argparse
+import contextlib
 import hashlib
 import json
 import sys
@@ -197,12 +198,16 @@ def from_file(
 
     said = {**settings, "seed": args.seed, "model": args.model, "dtype": str(generator.model.dtype)}
     name = hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    answers = Answers(args.output, name, prompts) if args.output else None
-    outputs = [{k: v for k, v in a.items() if k != "settings"} for a in answers.done] if answers else []
-    if outputs:
-        print(f"nemotron-jax generate: {len(outputs)} answers are there already", file=sys.stderr)
     generator.encode([p.prompt for p in prompts])  # a fault of the last prompt is said before the first one runs
-    with tqdm(total=len(prompts), initial=len(outputs), unit="prompt", file=sys.stderr, disable=None) as bar:
+    outputs: list[dict[str, Any]] = []
+    with contextlib.ExitStack() as stack:
+        answers = stack.enter_context(Answers(args.output, name, prompts)) if args.output else None
+        if answers and answers.done:
+            outputs += [{k: v for k, v in a.items() if k != "settings"} for a in answers.done]
+            print(f"nemotron-jax generate: {len(outputs)} answers are there already", file=sys.stderr)
+        bar = stack.enter_context(
+            tqdm(total=len(prompts), initial=len(outputs), unit="prompt", file=sys.stderr, disable=None)
+        )
         while len(outputs) < len(prompts):
             start = len(outputs)
             chosen = prompts[start : start + batch]
@@ -213,8 +218,6 @@ def from_file(
                 answers.add(new)
             outputs += new
             bar.update(len(new))
-    if answers:
-        answers.close()
     return outputs
 
 

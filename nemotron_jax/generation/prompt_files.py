@@ -91,7 +91,7 @@ class Answers:
             whole = self._file.read_bytes()
             whole = whole[: whole.rfind(b"\n") + 1]
             self.done = [self._check(i, line, prompts) for i, line in enumerate(whole.splitlines())]
-        self._handle = open(self._file, "ab")  # noqa: SIM115 (closed by close)
+        self._handle = open(self._file, "ab")
         self._handle.truncate(len(whole))
 
     def _check(self, index: int, line: bytes, prompts: list[FilePrompt]) -> dict[str, Any]:
@@ -121,5 +121,8 @@ class Answers:
         self._handle.flush()
         os.fsync(self._handle.fileno())
 
-    def close(self) -> None:
+    def __enter__(self) -> "Answers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._handle.close()

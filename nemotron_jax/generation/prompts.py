@@ -18,7 +18,9 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         rows = np.asarray(prompts)
         return [rows.tolist()] if rows.ndim == 1 else [row.tolist() for row in rows]
     if not hasattr(prompts, "__iter__"):
-        raise ValueError(f"prompts: found {type(prompts).__name__}, accepted text, token ids, messages, or a list of them")
+        raise ValueError(
+            f"prompts: found {type(prompts).__name__}, accepted text, token ids, messages, or a list of them"
+        )
     prompts = list(prompts)
     if prompts and all(isinstance(p, int | np.integer | dict) for p in prompts):
         return [prompts]
