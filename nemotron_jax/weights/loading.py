@@ -17,8 +17,8 @@ from nemotron_jax.sharding import ShardingRules
 from nemotron_jax.weights.atomic import recover
 from nemotron_jax.weights.held import Origin
 from nemotron_jax.weights.held import verify as compare_bytes
-from nemotron_jax.weights.huggingface import Checkpoint
 from nemotron_jax.weights.orbax import OrbaxCheckpoint, is_orbax
+from nemotron_jax.weights.quantized import open_plain_or_quantized
 from nemotron_jax.weights.source import FLOATS, Source, listed
 
 logger = logging.getLogger("nemotron_jax")
@@ -94,7 +94,7 @@ def open_source(folder: Path, config: NemotronHConfig) -> Source:
     """The tensors of a folder, whatever it holds them in."""
     if is_orbax(folder):
         return OrbaxCheckpoint(folder, config)
-    return Checkpoint(folder)
+    return open_plain_or_quantized(folder, config)
 
 
 def progress_bar(what: str, total: int, progress: bool | None) -> tqdm:
