@@ -18,7 +18,8 @@ def torch_python(request: pytest.FixtureRequest) -> str:
     path = request.config.getoption("--torch-python")
     if not path:
         pytest.fail("needs --torch-python PATH, a Python with torch and transformers: run `make test-pytorch`")
-    return path
+    # Not resolved: the link inside an environment is what makes it that environment.
+    return str(Path(path).absolute())
 
 
 @pytest.fixture(scope="session")
