@@ -81,7 +81,7 @@ def record(
         if "full_logits" in wanted:
             whole = np.concatenate([ids, found["greedy"]], 1)
             found["full_logits"] = host(model(filled(model, whole)).logits, batch)
-    if wanted & {"pad_logits", "pad_greedy_logits"}:
+    if wanted & {"pad_logits", "pad_greedy_logits"} and "pad_ids" in found:
         ids, mask = found["pad_ids"], found["pad_mask"].astype(bool)
         n = inputs["pad_greedy"].shape[1] if "pad_greedy" in inputs else new_tokens
         full, full_mask = filled(model, ids), filled(model, mask)
