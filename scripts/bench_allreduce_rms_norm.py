@@ -10,7 +10,9 @@
 A call is timed inside a loop on the device, each iteration using the last one's results: the time per call is the slope
 between a short and a long loop, so what a program costs to start is not in it. `none` is the same loop without the
 operation (an addition), `norm` with the residual add and norm but no sum over devices: their difference to the others
-is what the sum costs. `--unrolled N` also times programs of N calls without a loop, as the layers of a model are.
+is what the sum costs. A loop of one call is bound by what the host needs to launch an iteration, some 10 us, and hides differences below
+that; `--per-iteration 8` puts eight calls into each, as the layers of a model are. `--unrolled N` times programs of N and 2N
+calls without a loop: the slope is what one more call site costs a program that is started from the host every time.
 
 Variants: none, norm (XLA), norm_kernel, psum, gather (XLA's sum and norm), gather_kernel, one_shot, two_shot, flags; a
 number behind a colon caps the blocks: one_shot:264. Results are checked against each other before anything is timed.
@@ -65,8 +67,8 @@ def one_call(variant, partial, residual, weight, state, max_blocks):
     )
 
 
-def program(mesh, variant, calls, unrolled, state, max_blocks):
-    """A jitted program of `calls` dependent calls; its arguments are (partial, residual, weight, state)."""
+def program(mesh, variant, calls, unrolled, state, max_blocks, per_iteration=1):
+    """A jitted program of `calls` (iterations of) dependent calls; its arguments are (partial, residual, weight, state)."""
 
     def body(partial, residual, weight, state):
         def step(carry):
@@ -81,7 +83,13 @@ def program(mesh, variant, calls, unrolled, state, max_blocks):
             for _ in range(calls):
                 carry = step(carry)
         else:
-            carry = lax.fori_loop(0, calls, lambda _, c: step(c), carry)
+
+            def iteration(_, carry):
+                for _ in range(per_iteration):
+                    carry = step(carry)
+                return carry
+
+            carry = lax.fori_loop(0, calls, iteration, carry)
         return carry[0][None], carry[1][None]
 
     return jax.jit(
@@ -122,6 +130,7 @@ def bench_shape(mesh, tokens, hidden, args, pool):
     residual = put(mesh, rng.normal(size=(tokens, hidden)).astype(dtype), P())
     weight = put(mesh, rng.uniform(0.5, 1.5, size=hidden).astype(dtype), P())
     short, long = (int(n) for n in args.loops.split(","))
+    steps = (long - short) * args.per_iteration
     variants = [v for v in args.variants.split(",") if world > 1 or v.partition(":")[0] not in COMMUNICATING]
     states = {
         v: make_flags_state(mesh, "tensor", tokens, hidden, dtype, int(v.partition(":")[2] or 0) or args.max_blocks)
@@ -129,17 +138,29 @@ def bench_shape(mesh, tokens, hidden, args, pool):
         if v.startswith("flags") and world > 1
     }
     jobs = {}
-    lengths = [(1, True), (short, False), (long, False)] + ([(args.unrolled, True)] if args.unrolled else [])
+    lengths = [(1, True), (short, False), (long, False)] + (
+        [(args.unrolled, True), (2 * args.unrolled, True)] if args.unrolled else []
+    )
     for v in variants:
         for calls, unrolled in lengths:
             try:
-                lowered = program(mesh, v, calls, unrolled, states.get(v), args.max_blocks).lower(
+                lowered = program(mesh, v, calls, unrolled, states.get(v), args.max_blocks, args.per_iteration).lower(
                     partial, residual, weight, states.get(v)
                 )
                 jobs[v, calls, unrolled] = pool.submit(lowered.compile)
             except Exception as error:
                 jobs[v, calls, unrolled] = error
-    row = dict(world=world, tokens=tokens, hidden=hidden, dtype=str(dtype), us={}, us_min={}, unrolled_us={}, notes={})
+    row = dict(
+        world=world,
+        tokens=tokens,
+        hidden=hidden,
+        dtype=str(dtype),
+        per_iteration=args.per_iteration,
+        us={},
+        us_min={},
+        unrolled_us={},
+        notes={},
+    )
     expected = None
     for v in variants:
         try:
@@ -159,12 +180,12 @@ def bench_shape(mesh, tokens, hidden, args, pool):
                     if not error < 1e-2:
                         raise AssertionError(f"{name} is off by {error:.2g} (relative rms) from {variants}")
             fast, slow = seconds(runs[short, False], args.repetitions), seconds(runs[long, False], args.repetitions)
-            row["us"][v] = round((slow[0] - fast[0]) / (long - short) * 1e6, 2)
-            row["us_min"][v] = round((slow[1] - fast[1]) / (long - short) * 1e6, 2)
+            row["us"][v] = round((slow[0] - fast[0]) / steps * 1e6, 2)
+            row["us_min"][v] = round((slow[1] - fast[1]) / steps * 1e6, 2)
             if args.unrolled:
-                row["unrolled_us"][v] = round(
-                    seconds(runs[args.unrolled, True], args.repetitions)[0] / args.unrolled * 1e6, 2
-                )
+                fewer = seconds(runs[args.unrolled, True], args.repetitions)[0]
+                more = seconds(runs[2 * args.unrolled, True], args.repetitions)[0]
+                row["unrolled_us"][v] = round((more - fewer) / args.unrolled * 1e6, 2)
         except Exception as error:
             row["notes"][v] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
     return row
@@ -196,7 +217,10 @@ def main():
     parser.add_argument("--variants", default=VARIANTS)
     parser.add_argument("--loops", default="20,120", help="the two loop lengths")
     parser.add_argument("--repetitions", type=int, default=11)
-    parser.add_argument("--unrolled", type=int, default=0, help="also time programs of so many calls in a row")
+    parser.add_argument("--per-iteration", type=int, default=1, help="calls in one iteration of the loop")
+    parser.add_argument(
+        "--unrolled", type=int, default=0, help="also time programs of so many calls, and twice as many"
+    )
     parser.add_argument("--max-blocks", type=int, help="block cap of the kernels; 132 // ranks when ranks share a GPU")
     parser.add_argument("--max-bytes", type=int, help="leave out larger messages")
     parser.add_argument("--world", type=int, help="use the first so many devices")

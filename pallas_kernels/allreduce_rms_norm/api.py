@@ -199,6 +199,7 @@ def _kernel(call: _Call, partial, residual, weight, state, kwargs):
 
     kwargs |= dict(world=call.world, max_blocks=call.max_blocks)
     if call.implementation == "flags":
+        del kwargs["axis_name"]  # the state knows its place in the mesh
         return flags(partial, residual, weight, state, **kwargs)
     function = one_shot if call.implementation == "one_shot" else two_shot
     return function(partial, residual, weight, **kwargs)

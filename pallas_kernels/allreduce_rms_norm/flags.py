@@ -6,7 +6,7 @@ number of this call. The data announces itself, so there is no fence, no separat
 the moment a row is computed and the moment a peer can use it; the price is twice the bytes on the link, which for the
 messages of a decode step is nothing against a round trip.
 
-State (flags_state.py), per device: stage [blocks, 2, world, rows, words] and epoch [blocks]. Block b in its call number
+State (flags_state.py), per device: stage [blocks, 2, world, rows, words] and control, which ends in epoch [blocks]. Block b in its call number
 e = epoch[b] + 1, on every device alike:
 
 1. reads epoch[b] (written by its own previous call, in the same stream);
@@ -43,8 +43,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.allreduce_rms_norm import layout, signals
-from pallas_kernels.allreduce_rms_norm.flags_state import FlagsState
+from pallas_kernels.allreduce_rms_norm import layout
+from pallas_kernels.allreduce_rms_norm.flags_state import FlagsState, table_words
 from pallas_kernels.rms_norm import rows
 from pallas_kernels.rms_norm.windows import THREADS, Window
 from pallas_kernels.rms_norm.windows import windows as cut
@@ -59,7 +59,6 @@ def flags(
     weight: jax.Array,
     state: FlagsState,
     *,
-    axis_name: str,
     world: int,
     eps: float,
     unit_offset: bool,
@@ -74,10 +73,13 @@ def flags(
     rows_per_block = -(-tokens // blocks)
     uneven = tokens % blocks != 0
 
-    def kernel(partial_ref, residual_ref, weight_ref, stage_ref, epoch_ref, normed_ref, new_residual_ref):
-        peers = signals.Peers(axis_name, world)
+    counters = table_words(world)
+
+    def kernel(partial_ref, residual_ref, weight_ref, stage_ref, control_ref, normed_ref, new_residual_ref):
+        # Not lax.axis_index of the mesh axis: asking XLA for the place in the mesh would make this a collective kernel.
+        rank = control_ref[0, 0]
         block = lax.axis_index("block")
-        call = epoch_ref[0, block] + jnp.int32(1)
+        call = control_ref[0, jnp.int32(counters) + block] + jnp.int32(1)
         tag = call | jnp.int32(-(2**31))
         buffer = call & jnp.int32(1)
 
@@ -94,16 +96,15 @@ def flags(
             return [rows.load(partial_ref.at[row_of(i)], window) for window in windows]
 
         def send(i, values):
-            targets = [peers.view(stage_ref, rank).at[0, block, buffer, peers.rank, i] for rank in peers.others]
-            _send(values, targets, tag, windows)
+            _send(values, stage_ref, stage_ref.at[0, block, buffer, rank, i], control_ref, tag, rank, world, windows)
 
         def finish(i, values):
             row = row_of(i)
             # Asked for before the wait, so that they travel at the same time as the packets.
             residuals = [rows.load(residual_ref.at[row], window) for window in windows]
             weights = [rows.load(weight_ref, window) for window in windows]
-            sources = [stage_ref.at[0, block, buffer, rank, i] for rank in range(world)]
-            totals = _receive_and_sum(values, sources, tag, peers.rank, windows)
+            sources = [stage_ref.at[0, block, buffer, other, i] for other in range(world)]
+            totals = _receive_and_sum(values, sources, tag, rank, windows)
             rounded = []
             for window, total, old in zip(windows, totals, residuals, strict=True):
                 y = rows.add_and_round(total, old)
@@ -123,7 +124,7 @@ def flags(
             # All rows leave before the first is waited for.
             rows.each_row(rows_per_block, lambda i: if_row(i, lambda: send(i, own(i))))
             rows.each_row(rows_per_block, lambda i: if_row(i, lambda: finish(i, own(i))))
-        _store_scalar(epoch_ref.at[0, block], call)
+        _store_scalar(control_ref.at[0, jnp.int32(counters) + block], call)
 
     return plgpu.kernel(
         kernel,
@@ -133,49 +134,85 @@ def flags(
         ),
         grid=(blocks,),
         grid_names=("block",),
-        compiler_params=rows.compiler_params(skip_device_barrier=True),
-    )(partial, residual, weight, state.stage, state.epoch)
+        compiler_params=rows.compiler_params(),
+    )(partial, residual, weight, state.stage, state.control)
 
 
-def _send(values: Sequence[jax.Array], targets: Sequence[Any], tag: jax.Array, windows: Sequence[Window]) -> None:
-    """Write one row as packets to every target: the row's place in the stages of the peers."""
+def _send(
+    values: Sequence[jax.Array],
+    stage: Any,
+    row: Any,
+    control: Any,
+    tag: jax.Array,
+    rank: jax.Array,
+    world: int,
+    windows: Sequence[Window],
+) -> None:
+    """Write one row as packets into the stage of every peer.
+
+    `row` is where the row would go in the own `stage`; on a peer it lies equally far from the stage's start.
+    """
+    from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
+    from jaxlib.mlir.dialects import arith, llvm
 
     @plgpu.inline_mgpu(
         arg_types=(
             [rows.registers(window) for window in windows],
-            [plgpu.RefType()] * len(targets),
+            plgpu.RefType(),
+            plgpu.RefType(),
+            plgpu.RefType(),
+            plgpu.Layout.WG_SPLAT,
             plgpu.Layout.WG_SPLAT,
         )
     )
-    def emit(ctx, values, targets, tag):
+    def emit(ctx, values, stage, row, control, tag, rank):
         del ctx
-        pointers = [_thread_pointer(target, windows, values[0].mlir_dtype) for target in targets]
+        i64, void = ir.IntegerType.get_signless(64), ir.Type.parse("!llvm.void")
+        rank_value, tag_value = rank.registers.item(), tag.registers.item()
+        table = llvm.ptrtoint(i64, utils.memref_ptr(control))
+
+        def entry(place):  # of the table of addresses
+            pointer = llvm.inttoptr(llvm.PointerType.get(), arith.addi(table, utils.c(8 * place, i64)))
+            return llvm.load(i64, pointer)
+
+        start = llvm.ptrtoint(i64, utils.memref_ptr(stage))
+        # A copy of the state would lead the peers' packets astray: stop instead.
+        llvm.inline_asm(
+            void,
+            [start, entry(1)],
+            "{\n.reg .pred MOVED;\nsetp.ne.u64 MOVED, $0, $1;\n@MOVED trap;\n}",
+            "l,l",
+            has_side_effects=True,
+        )
+        offset = arith.subi(_thread_pointer(row, windows, values[0].mlir_dtype), start)
+        pointers = [arith.addi(entry(2 + other), offset) for other in range(world)]
         offset = 0
         for value in values:
             (vector,) = value.registers.flat
             words = _to_words(vector)
-            n, p = len(words), len(pointers)
-            code = ["{", f".reg .b64 D<{n}>;"]
-            code += [f"mov.b64 D{i}, {{${p + i}, ${p + n}}};" for i in range(n)]
-            for pointer in range(p):
+            n = len(words)
+            tag_at, rank_at = world + n, world + n + 1
+            code = ["{", f".reg .b64 D<{n}>;", ".reg .pred PEER;"]
+            code += [f"mov.b64 D{i}, {{${world + i}, ${tag_at}}};" for i in range(n)]
+            for other in range(world):
+                code.append(f"setp.ne.s32 PEER, ${rank_at}, {other};")
                 if n == 1:
-                    code.append(f"st.relaxed.sys.global.b64 [${pointer}+{offset}], D0;")
+                    code.append(f"@PEER st.relaxed.sys.global.b64 [${other}+{offset}], D0;")
                 for pair in range(n // 2):
-                    at = offset + pair * 16 * THREADS
-                    code.append(f"st.relaxed.sys.global.v2.b64 [${pointer}+{at}], {{D{2 * pair}, D{2 * pair + 1}}};")
+                    place, data = offset + pair * 16 * THREADS, f"{{D{2 * pair}, D{2 * pair + 1}}}"
+                    code.append(f"@PEER st.relaxed.sys.global.v2.b64 [${other}+{place}], {data};")
             code.append("}")
             llvm.inline_asm(
-                ir.Type.parse("!llvm.void"),
-                [*pointers, *words, tag.registers.item()],
+                void,
+                [*pointers, *words, tag_value, rank_value],
                 "\n".join(code),
-                ",".join(["l"] * p + ["r"] * (n + 1)) + ",~{memory}",
+                ",".join(["l"] * world + ["r"] * (n + 2)) + ",~{memory}",
                 has_side_effects=True,
             )
             offset += 8 * n * THREADS
 
-    emit(list(values), list(targets), tag)
+    emit(list(values), stage, row, control, tag, rank)
 
 
 def _receive_and_sum(

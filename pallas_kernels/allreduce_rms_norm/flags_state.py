@@ -1,16 +1,21 @@
 """The memory that the one-launch form `flags` keeps between calls.
 
 Every device owns
-    stage  [blocks, 2, world, rows, windows, 2, 128, slots]   packets that its peers write, see flags.py
-    epoch  [blocks]                                             how many calls each block has made
+    stage    [blocks, 2, world, rows, words]   packets that its peers write, see flags.py
+    control  [2 * (2 + world) + blocks]        its rank, the addresses of all stages, how many calls each block has made
 
 The kernel itself counts its calls, in the memory of its own device. So nothing outside has to count along: an exception
 on the host, a change of shape, two models or two executables that take turns cannot put the devices out of step, as
 long as every device runs the same programs in the same order, which is what a jitted SPMD program is.
 
+The addresses are looked up once, when the state is made. A kernel that asks XLA for its peers' addresses (one_shot,
+two_shot) has a table of them copied to the device for every call site of a program, each time the program starts: some
+40 us per call site, which a decode step launched from the host would pay at every layer.
+
 Rules for the holder:
-* pass it through `jit` and `shard_map` as an argument (specs from `flags_state_specs`), never donate it, never copy it
-  into a new array and use both: the kernel writes into these very buffers, behind XLA's back;
+* pass it through `jit` and `shard_map` as an argument (specs from `flags_state_specs`), never donate it, never move or
+  copy it: the kernel writes into these very buffers, behind XLA's back. A kernel that is handed a copy stops with a trap
+  instead of writing to where the original was.
 * calls that share one state must depend on one another, as the layers of a model do. XLA may run two independent
   kernels of one CUDA graph at the same time, and these two would share a counter. Independent streams of calls take one
   state each.
@@ -26,14 +31,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.allreduce_rms_norm import layout
+from pallas_kernels.errors import Unsupported
 from pallas_kernels.rms_norm.windows import DTYPES, row_fault
 
 MAX_BLOCKS = 128
+ONE_PROCESS = (
+    "needs one process for all devices: with several, XLA hands a kernel copies of its arguments in memory that peers can "
+    "reach, and what the kernel keeps between calls would be lost"
+)
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["stage", "epoch"],
+    data_fields=["stage", "control"],
     meta_fields=["mesh_axes", "axis_name", "world", "max_tokens", "hidden", "dtype", "blocks"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +53,7 @@ class FlagsState:
 
     Attributes:
         stage: int32 [devices, ...], one slice per device of the mesh.
-        epoch: int32 [devices, blocks].
+        control: int32 [devices, 2 * (2 + world) + blocks].
         mesh_axes: names of the mesh's axes, in order.
         axis_name: the axis that is summed over.
         world: size of that axis.
@@ -54,7 +64,7 @@ class FlagsState:
     """
 
     stage: jax.Array
-    epoch: jax.Array
+    control: jax.Array
     mesh_axes: tuple[str, ...]
     axis_name: str
     world: int
@@ -85,7 +95,12 @@ def state_bytes(*, world: int, max_tokens: int, hidden: int, dtype: jnp.dtype, m
     """Bytes of device memory that `make_flags_state` takes on each device."""
     blocks = min(max_blocks or MAX_BLOCKS, max(1, max_tokens))
     rows = max(1, -(-max_tokens // blocks))
-    return 4 * (math.prod(_stage_shape(blocks, world, rows, hidden, jnp.dtype(dtype))) + blocks)
+    return 4 * (math.prod(_stage_shape(blocks, world, rows, hidden, jnp.dtype(dtype))) + table_words(world) + blocks)
+
+
+def table_words(world: int) -> int:
+    """Words of `control` before the counters: 64-bit entries for the rank, the own stage and the stage of every rank."""
+    return 2 * (2 + world)
 
 
 def _stage_shape(blocks: int, world: int, rows: int, hidden: int, dtype: jnp.dtype) -> tuple[int, ...]:
@@ -112,6 +127,7 @@ def make_flags_state(
 
     Raises:
         ValueError: an argument is out of range, or the axis is not one of the mesh's.
+        Unsupported: the mesh spans several processes.
     """
     dtype = jnp.dtype(dtype)
     faults = []
@@ -130,25 +146,34 @@ def make_flags_state(
     world = mesh.shape[axis_name]
     if world == 1:
         return None
+    if mesh.is_multi_process:
+        raise Unsupported(f"make_flags_state: {ONE_PROCESS}")
     blocks = min(max_blocks or MAX_BLOCKS, max_tokens)
     rows = -(-max_tokens // blocks)
     axes = tuple(mesh.axis_names)
-    sharding = NamedSharding(mesh, PartitionSpec(axes))
-    shapes = ((mesh.size, *_stage_shape(blocks, world, rows, hidden, dtype)), (mesh.size, blocks))
-    zeros = jax.jit(lambda: tuple(jnp.zeros(shape, jnp.int32) for shape in shapes), out_shardings=(sharding, sharding))
-    stage, epoch = zeros()
+    spec = PartitionSpec(axes)
+    shape = (mesh.size, *_stage_shape(blocks, world, rows, hidden, dtype))
+    stage = jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=NamedSharding(mesh, spec))()
+    on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+    def control_of(stage):
+        # On other platforms the state can be made and passed around, for tests; the kernel does not run there.
+        table = address_table(stage, axis_name, world) if on_gpu else jnp.zeros(table_words(world), jnp.int32)
+        return jnp.concatenate([table, jnp.zeros(blocks, jnp.int32)])[None]
+
+    control = jax.jit(jax.shard_map(control_of, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(stage)
     # A peer may write into a stage as soon as its own program runs: nobody leaves before everybody's zeros are written.
     ready = jax.jit(
         jax.shard_map(
-            lambda s, e: jax.lax.psum(s[(slice(None),) + (0,) * (s.ndim - 1)] + e[:, 0], axes),
+            lambda s, c: jax.lax.psum(s[(slice(None),) + (0,) * (s.ndim - 1)] + c[:, -1], axes),
             mesh=mesh,
-            in_specs=PartitionSpec(axes),
+            in_specs=spec,
             out_specs=PartitionSpec(),
         )
-    )(stage, epoch)
-    if np.asarray(ready.addressable_shards[0].data).any():
+    )(stage, control)
+    if np.asarray(ready).any():
         raise RuntimeError("make_flags_state: freshly zeroed memory reads as non-zero")
-    return FlagsState(stage, epoch, axes, axis_name, world, max_tokens, hidden, dtype.name, blocks)
+    return FlagsState(stage, control, axes, axis_name, world, max_tokens, hidden, dtype.name, blocks)
 
 
 def abstract_flags_state(
@@ -161,9 +186,12 @@ def abstract_flags_state(
     blocks = min(max_blocks or MAX_BLOCKS, max_tokens)
     rows = -(-max_tokens // blocks)
     sharding = NamedSharding(mesh, PartitionSpec(axes))
-    shapes = ((mesh.size, *_stage_shape(blocks, world, rows, hidden, dtype)), (mesh.size, blocks))
-    stage, epoch = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes)
-    return FlagsState(stage, epoch, axes, axis_name, world, max_tokens, hidden, dtype.name, blocks)
+    shapes = (
+        (mesh.size, *_stage_shape(blocks, world, rows, hidden, dtype)),
+        (mesh.size, table_words(world) + blocks),
+    )
+    stage, control = (jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for shape in shapes)
+    return FlagsState(stage, control, axes, axis_name, world, max_tokens, hidden, dtype.name, blocks)
 
 
 def flags_state_specs(state: FlagsState | None) -> FlagsState | None:
@@ -171,3 +199,41 @@ def flags_state_specs(state: FlagsState | None) -> FlagsState | None:
     if state is None:
         return None
     return jax.tree.map(lambda _: PartitionSpec(state.mesh_axes), state)
+
+
+def address_table(stage: jax.Array, axis_name: str, world: int) -> jax.Array:
+    """The head of `control` on this device: rank, address of its stage, addresses of all ranks' stages. Inside shard_map."""
+    from jax.experimental.mosaic.gpu import utils
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm
+
+    def kernel(stage_ref, table_ref):
+        rank = jax.lax.axis_index(axis_name)
+        stages = [plgpu.remote_ref(stage_ref, {axis_name: jnp.int32(other)}) for other in range(world)]
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, plgpu.RefType(), [plgpu.RefType()] * (1 + world)))
+        def write(ctx, rank, table, stages):
+            del ctx
+            i64 = ir.IntegerType.get_signless(64)
+            entries = [arith.extui(i64, rank.registers.item())]
+            entries += [llvm.ptrtoint(i64, utils.memref_ptr(ref)) for ref in stages]
+            with utils.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
+                for place, entry in enumerate(entries):
+                    llvm.inline_asm(
+                        ir.Type.parse("!llvm.void"),
+                        [utils.memref_ptr(table), entry],
+                        f"st.global.b64 [$0+{8 * place}], $1;",
+                        "l,l,~{memory}",
+                        has_side_effects=True,
+                    )
+
+        write(rank, table_ref, [stage_ref, *stages])
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((table_words(world),), jnp.int32),
+        grid=(1,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )(stage)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.allreduce_rms_norm import layout
-from pallas_kernels.allreduce_rms_norm.flags_state import FlagsState
+from pallas_kernels.allreduce_rms_norm.flags_state import ONE_PROCESS, FlagsState
 from pallas_kernels.rms_norm.windows import DTYPES, row_fault
 
 IMPLEMENTATIONS = ("reference", "psum", "gather", "one_shot", "two_shot", "flags")
@@ -70,6 +70,10 @@ def supported(
         return reason
     if not processes_reachable:
         return "the devices cannot read each other's memory (see peers_reachable)"
+    if implementation == "flags" and (
+        mesh.is_multi_process if isinstance(mesh, jax.sharding.Mesh) else jax.process_count() > 1
+    ):
+        return ONE_PROCESS
     if implementation == "flags" and state is not None:
         return state.fault(tokens=tokens, hidden=hidden, dtype=dtype, world=world, max_blocks=max_blocks)
     return None
