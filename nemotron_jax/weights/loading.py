@@ -17,6 +17,7 @@ from nemotron_jax.sharding import ShardingRules
 from nemotron_jax.weights.atomic import recover
 from nemotron_jax.weights.held import Origin
 from nemotron_jax.weights.held import verify as compare_bytes
+from nemotron_jax.weights.hub import download, is_hub_id
 from nemotron_jax.weights.orbax import OrbaxCheckpoint, is_orbax
 from nemotron_jax.weights.quantized import open_plain_or_quantized
 from nemotron_jax.weights.source import FLOATS, Source, listed
@@ -85,9 +86,22 @@ def load(
 
 
 def locate(path: str | Path, *, revision: str | None = None) -> Path:
-    """The folder that a path means."""
+    """The folder that a path or a hub id means; ``OWNER/NAME@REVISION`` names a revision too.
+
+    Raises:
+      FileNotFoundError, ValueError: if there is none; see :func:`nemotron_jax.weights.hub.download`.
+    """
     recover(Path(path))
-    return Path(path)
+    if Path(path).exists():
+        if revision:
+            raise ValueError(f"revision: found {revision!r} with the folder {path}, accepted with a hub id alone")
+        return Path(path)
+    hub_id, _, named = str(path).partition("@")
+    if isinstance(path, str) and is_hub_id(hub_id):
+        if revision and named:
+            raise ValueError(f"revision: found both {revision!r} and {path}, accepted: one")
+        return download(hub_id, revision or named or None)
+    raise FileNotFoundError(f"{path}: no such folder, and no hub id (OWNER/NAME)")
 
 
 def open_source(folder: Path, config: NemotronHConfig) -> Source:
