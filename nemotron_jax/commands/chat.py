@@ -30,11 +30,10 @@ def run(args: argparse.Namespace) -> int:
         )
     turns = []
     while (text := _ask()) is not None:
-        answer = None
         for piece in conversation.say(text, seed=args.seed + conversation.turns):
             if not args.json:
                 print(piece.text, end="", flush=True)
-            answer = piece.completion or answer
+        answer = piece.completion
         if not args.json:
             print(flush=True)
         turns.append(

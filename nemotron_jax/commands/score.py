@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 from nemotron_jax import cli
 
@@ -36,10 +37,10 @@ def run(args: argparse.Namespace) -> int:
     from nemotron_jax.generation.scoring import Total, log_likelihoods, windows
 
     model = load(args.model, mesh=mesh, dtype=args.dtype, fusion=args.fusion)
-    limit = model.config.max_position_embeddings - 1
-    size = min(args.window, limit)
+    positions = model.config.max_position_embeddings or args.window + 1
+    size = min(args.window, positions - 1)
     if size < args.window:
-        print(f"nemotron-jax score: window {size}: the model has {limit + 1} positions", file=sys.stderr)
+        print(f"nemotron-jax score: window {size}: the model has {positions} positions", file=sys.stderr)
     rows = encode(documents, model.tokenizer, model.config.vocab_size, bos=model.config.bos_token_id)
     if not any(len(row) > 1 for row in rows):
         raise ValueError(f"{args.file}: found no text of two tokens or more: there is nothing to predict")
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     for document, ws in zip(documents, cut, strict=True):
         part = Total.of(scores[start : start + len(ws)])
         start += len(ws)
-        entry = {
+        entry: dict[str, Any] = {
             "tokens": part.tokens,
             "nats": part.nats,
             "nats_per_token": part.nats_per_token if part.tokens else None,

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from nemotron_jax.generation.generator import Completion, Generator, Piece
+from nemotron_jax.generation.generator import Generator
+from nemotron_jax.generation.results import Piece
 from nemotron_jax.generation.state import State
 
 _PLACE = "\u2063answer\u2063"  # stands for the answer where the template is asked what follows it
@@ -24,6 +25,7 @@ class Conversation:
         """
         if generator.tokenizer is None:
             raise ValueError("chat: this model has no tokenizer")
+        self._tokenizer = generator.tokenizer
         self.plain = generator.tokenizer.chat_template is None
         if self.plain and system:
             raise ValueError("system: found a text, accepted none: this checkpoint has no chat template")
@@ -36,10 +38,9 @@ class Conversation:
     def say(self, text: str, *, seed: int = 0) -> Iterator[Piece]:
         """The answer to ``text``, piece by piece. The turn counts once its last piece has been taken."""
         run = self._generator.start([self._tokens(text)], seed, self.state, True)
-        completion: Completion | None = None
         for piece in self._generator.pieces(run):
-            if piece.completion is not None:
-                completion = piece.completion
+            completion = piece.completion
+            if completion is not None:
                 self.state = self._generator.state_of(run)
                 last = completion.tokens[-1] if completion.tokens else None
                 self._ended_by = last if completion.finish_reason == "eos" else None
@@ -47,7 +48,7 @@ class Conversation:
             yield piece
 
     def _tokens(self, text: str) -> list[int]:
-        tokenizer = self._generator.tokenizer
+        tokenizer = self._tokenizer
         if self.plain:
             ids = tokenizer.encode(text, specials=self.state is None)
             return ids or tokenizer.encode(" ", specials=False)

@@ -121,7 +121,7 @@ class Decoding:
             if self._before is not None and n < len(self.tokens[i]):
                 again[i] = self.tokens[i][self._before[1][i] : n]
             del self.tokens[i][n:]
-        if any(again):
+        if self._before is not None and any(again):
             back = np.array([bool(row) for row in again])
             self.cache = restore(self.cache, self._before[0], back)
             self.cache, self.logits = read(self.model, self.cache, self.logits, again, self.longest_piece)

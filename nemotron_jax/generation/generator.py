@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,9 +12,10 @@ from nemotron_jax.generation import memory
 from nemotron_jax.generation.decoding import Decoding, bucket, read
 from nemotron_jax.generation.programs import empty
 from nemotron_jax.generation.prompts import Prompt, as_batch, encode
+from nemotron_jax.generation.results import Answer, Generation, Piece
 from nemotron_jax.generation.sampling import Sampling
 from nemotron_jax.generation.state import Snapshot, State
-from nemotron_jax.generation.stopping import EOS, LENGTH, STOP, RowText, check_eos, eos_of
+from nemotron_jax.generation.stopping import RowText, check_eos, eos_of
 from nemotron_jax.generation.text import Tokenizer
 from nemotron_jax.runtime import MIN_CAPACITY, NemotronH
 from nemotron_jax.sharding import DATA, axis_size
@@ -23,81 +23,7 @@ from nemotron_jax.sharding import DATA, axis_size
 logger = logging.getLogger("nemotron_jax")
 
 FROM_CHECKPOINT = "checkpoint"
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLogprob:
-    """Log-probabilities at one token, in nats, by the model alone (before bias, penalties, temperature and filters).
-
-    Attributes:
-      token: the token that was chosen.
-      logprob: its log-probability.
-      top: the most probable (token, logprob) pairs, best first.
-    """
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What was written after one prompt.
-
-    Attributes:
-      prompt: as it was given.
-      prompt_tokens: what the model read.
-      text: without special tokens, cut before a stop string; None where the model has no tokenizer.
-      tokens: every token written, an end token and those of a stop string included.
-      finish_reason: ``"eos"`` an end token, ``"stop"`` a stop string, ``"length"`` max_new_tokens or the last position.
-      logprobs: one per token, where asked for.
-      seed: of this row.
-    """
-
-    prompt: Prompt
-    prompt_tokens: tuple[int, ...]
-    text: str | None
-    tokens: tuple[int, ...]
-    finish_reason: str
-    seed: int
-    logprobs: tuple[TokenLogprob, ...] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """What a stream gives out: more of one row.
-
-    Attributes:
-      row: index of the prompt.
-      text: certain text; empty while a character or a stop string is undecided.
-      tokens: tokens of this piece.
-      finish_reason: on the row's last piece, otherwise None.
-      completion: on the row's last piece, the whole of it.
-    """
-
-    row: int
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: str | None = None
-    completion: Completion | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation(Sequence):
-    """The completions of a call, in the order of the prompts.
-
-    Attributes:
-      state: behind prompts and answers, with ``keep_state=True``.
-    """
-
-    completions: tuple[Completion, ...]
-    state: State | None = None
-
-    def __getitem__(self, index):
-        return self.completions[index]
-
-    def __len__(self) -> int:
-        return len(self.completions)
+NO_LIMIT = 1 << 30  # of positions, where neither the settings nor the config has one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,11 +93,7 @@ class Generator:
         elif self.stop and self.tokenizer is None:
             faults.append("stop: found texts, accepted none: this model has no tokenizer")
         try:
-            if self.eos == FROM_CHECKPOINT:
-                ends = eos_of(self.model.config, self.model.folder)
-            else:
-                ends = check_eos(self.eos, vocab)
-            object.__setattr__(self, "eos", ends)
+            _ = self.ends
         except ValueError as error:
             faults.append(str(error))
         if faults:
@@ -182,9 +104,17 @@ class Generator:
     def sampling(self) -> Sampling:
         return Sampling(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sampling)})
 
+    @functools.cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The end tokens in use."""
+        if self.eos == FROM_CHECKPOINT:
+            return eos_of(self.model.config, self.model.folder)
+        return check_eos(self.eos, self.model.config.vocab_size)
+
     @property
     def positions(self) -> int:
-        return self.max_positions or self.model.config.max_position_embeddings
+        """Longest row."""
+        return self.max_positions or self.model.config.max_position_embeddings or NO_LIMIT
 
     def generate(
         self,
@@ -209,11 +139,10 @@ class Generator:
           ValueError: before anything runs, naming every fault of every prompt.
         """
         run = self.start(prompts, seed, state, keep_state, rows=rows)
-        done: list[Completion | None] = [None] * len(run.prompts)
-        for piece in self.pieces(run):
-            if piece.completion is not None:
-                done[piece.row] = piece.completion
-        return Generation(tuple(c for c in done if c is not None), self.state_of(run) if keep_state else None)
+        for _ in self.pieces(run):
+            pass
+        completions = tuple(a.completion for a in run.answers if a.completion is not None)
+        return Generation(completions, self.state_of(run) if keep_state else None)
 
     def stream(
         self,
@@ -255,14 +184,19 @@ class Generator:
         new_tokens = self.max_new_tokens if new_tokens is None else new_tokens
         if state is not None and state.model is not model:
             raise ValueError("state: found one of another model or mesh, accepted this model's; move it with State.to")
-        if prompts is None and state is None:
+        if prompts is not None:
+            given = as_batch(prompts)
+        elif state is not None:
+            given = [""] * len(state)
+        else:
             raise ValueError("prompts: found none, accepted one or more, or a state to continue")
-        given = [""] * len(state) if prompts is None else as_batch(prompts)
         if not given:
             raise ValueError("prompts: found an empty list, accepted one prompt or more")
         if state is not None and len(given) != len(state):
             raise ValueError(f"prompts: found {len(given)}, accepted {len(state)}, as many as the state has rows")
-        new = [[] for _ in given] if prompts is None else self.encode(given, continuing=state is not None)
+        new: list[list[int]] = (
+            [[] for _ in given] if prompts is None else self.encode(given, continuing=state is not None)
+        )
         before = [[] for _ in given] if state is None else [list(row) for row in state.tokens]
         tokens = [a + b for a, b in zip(before, new, strict=True)]
         faults = [
@@ -299,75 +233,46 @@ class Generator:
             left=np.concatenate([left, np.zeros(padding, np.int64)]),
             sampling=self.sampling,
             seeds=np.array([*seeds, *[0] * padding], np.uint64),
-            eos=self.eos,
+            eos=self.ends,
             logprobs=self.logprobs,
             steps=min(self.steps_per_call, bucket(int(left.max()), 1)),
             longest_piece=self.prefill_chunk,
             undo=keep_state and bool(self.stop),
         )
-        return Run(given, [tuple(r) for r in tokens], seeds, decoding, state.snapshots if state is not None else ())
+        answers = [
+            Answer(
+                row=i,
+                prompt=prompt,
+                prompt_tokens=tuple(tokens[i]),
+                seed=seeds[i],
+                text=None if self.tokenizer is None else RowText(self.tokenizer, self.stop),
+                logprobs=None if self.logprobs is None else [],
+            )
+            for i, prompt in enumerate(given)
+        ]
+        return Run(answers, decoding, state.snapshots if state is not None else ())
 
     def pieces(self, run: "Run") -> Iterator[Piece]:
         """Write until every row has ended."""
-        decoding, rows = run.decoding, range(len(run.prompts))
-        texts = [RowText(self.tokenizer, self.stop) if self.tokenizer is not None else None for _ in rows]
-        written: list[str] = [""] * len(rows)
-        details: list[list[TokenLogprob]] = [[] for _ in rows]
-        open_rows = set(rows)
-        for i in rows:
-            if not decoding.left[i]:
-                yield self._last(run, i, "", (), LENGTH, written, details)
-                open_rows.discard(i)
+        decoding = run.decoding
+        open_rows = [a for a in run.answers if decoding.left[a.row]]
+        for answer in run.answers:
+            if not decoding.left[answer.row]:
+                yield answer.end(Piece(answer.row, "", ()), ())
         while open_rows:
-            before = [len(decoding.tokens[i]) for i in rows]
-            out = decoding.chunk()
-            cuts: dict[int, int] = {}
-            pieces = {}
-            for i in sorted(open_rows):
-                new, text = decoding.tokens[i][before[i] :], ""
-                if (row_text := texts[i]) is not None:
-                    text, taken = row_text.push(new)
-                    new = new[:taken]
-                    if row_text.stopped:
-                        cuts[i] = before[i] + taken
-                if self.logprobs is not None:
-                    details[i] += _details(out, i, new)
-                pieces[i] = (tuple(new), text)
+            before = [len(row) for row in decoding.tokens]
+            chunk = decoding.chunk()
+            pieces = [answer.add(decoding.tokens[answer.row][before[answer.row] :], chunk) for answer in open_rows]
+            cuts = {a.row: len(a.prompt_tokens) + len(a.tokens) for a in open_rows if a.stopped}
             if cuts:
                 decoding.cut(cuts)
-            for i, (new, text) in pieces.items():
-                reason = None
-                if i in cuts:
-                    reason = STOP
-                elif not decoding.left[i]:
-                    reason = EOS if new[-1] in self.eos else LENGTH
-                    if texts[i] is not None:
-                        text += texts[i].finish()
-                        reason = STOP if texts[i].stopped and reason == LENGTH else reason
-                written[i] += text
-                if reason is None:
-                    if text or new:
-                        yield Piece(i, text, new)
-                else:
-                    open_rows.discard(i)
-                    yield self._last(run, i, text, new, reason, written, details)
-
-    def _last(self, run, i, text, new, reason, written, details) -> Piece:
-        prompt_tokens = run.prompt_tokens[i]
-        completion = Completion(
-            prompt=run.prompts[i],
-            prompt_tokens=prompt_tokens,
-            text=None if self.tokenizer is None else written[i],
-            tokens=tuple(run.decoding.tokens[i][len(prompt_tokens) :]),
-            finish_reason=reason,
-            seed=run.seeds[i],
-            logprobs=None if self.logprobs is None else tuple(details[i]),
-        )
-        return Piece(i, text, new, reason, completion)
+            for answer, piece in zip(open_rows, pieces, strict=True):
+                yield piece if decoding.left[answer.row] else answer.end(piece, self.ends)
+            open_rows = [a for a in open_rows if decoding.left[a.row]]
 
     def state_of(self, run: "Run") -> State:
         """The state behind what a call has written so far."""
-        tokens = tuple(tuple(row) for row in run.decoding.tokens[: len(run.prompts)])
+        tokens = tuple(tuple(row) for row in run.decoding.tokens[: len(run.answers)])
         cache = dataclasses.replace(run.decoding.cache, longest=max(map(len, tokens)))
         return State(self.model, tokens, cache, run.decoding.logits, run.snapshots)
 
@@ -376,9 +281,7 @@ class Generator:
 class Run:
     """One call: what was asked, and how far it is."""
 
-    prompts: list[Prompt]
-    prompt_tokens: list[tuple[int, ...]]
-    seeds: list[int]
+    answers: list[Answer]
     decoding: Decoding
     snapshots: tuple[Snapshot, ...]
 
@@ -390,17 +293,3 @@ def _seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     if bad := [s for s in seeds if not isinstance(s, int | np.integer)]:
         raise ValueError(f"seed: found {bad[0]!r}, accepted integers")
     return [int(s) & 0xFFFFFFFFFFFFFFFF for s in seeds]
-
-
-def _details(out: Any, row: int, tokens: Sequence[int]) -> list[TokenLogprob]:
-    found = []
-    for step, token in enumerate(tokens):
-        top: tuple[tuple[int, float], ...] = ()
-        if out.top_ids is not None:
-            pairs = zip(out.top_ids[step, row].tolist(), out.top_logprobs[step, row].tolist(), strict=True)
-            top = tuple(pairs)
-        found.append(TokenLogprob(token, float(out.logprobs[step, row]), top))
-    return found
-
-
-__all__ = ["Completion", "Generation", "Generator", "Piece", "TokenLogprob"]

@@ -43,7 +43,7 @@ def pack(
 
 def canonical(model: NemotronH, cache: Cache, logits: jax.Array, rows: int) -> dict[str, list]:
     """Host arrays of the first ``rows`` rows, the same at every degree: per block, lengths, logits of real ids."""
-    layers = []
+    layers: list[tuple[np.ndarray, ...] | None] = []
     for i, layer in enumerate(jax.device_get(cache.layers)):
         if isinstance(layer, MambaCache):
             layers.append(
@@ -74,7 +74,7 @@ def place(model: NemotronH, cache: Cache, logits: jax.Array, host: dict[str, lis
         full[tuple(slice(0, n) for n in new.shape)] = new
         return jax.device_put(full, old.sharding)
 
-    layers = []
+    layers: list[MambaCache | AttentionCache | None] = []
     for i, (old, new) in enumerate(zip(cache.layers, host["layers"], strict=True)):
         if isinstance(old, MambaCache):
             layers.append(MambaCache(put(old.conv, pack(_layout(model, i, "conv"), new[0], 2)), put(old.ssm, new[1])))

@@ -11,6 +11,7 @@ filter's border stay together.
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +108,7 @@ class Traits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Controls:
-    """The values, as arguments of a program.
+    """The values, as arguments of a program: arrays, or their specs.
 
     Attributes:
       seed: [batch, 2] uint32.
@@ -117,11 +118,11 @@ class Controls:
       bias: [vocab] float32 or None.
     """
 
-    seed: jax.Array
-    numbers: jax.Array
-    top_k: jax.Array
-    eos: jax.Array
-    bias: jax.Array | None
+    seed: Any
+    numbers: Any
+    top_k: Any
+    eos: Any
+    bias: Any
 
     @staticmethod
     def specs(rows: str | None, vocab: str | None, traits: Traits) -> "Controls":
@@ -178,7 +179,7 @@ def choose(
     temperature, top_p, min_p, repetition, presence = controls.numbers
     if traits.biased:
         logits = logits + controls.bias
-    if traits.penalised:
+    if used is not None:
         repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
         logits = jnp.where(used & IN_CONTEXT != 0, repeated, logits)
         logits = logits - jnp.where(used & GENERATED != 0, presence, 0.0)

@@ -14,6 +14,7 @@ from nemotron_jax import compilation_cache
 from nemotron_jax.cache import Rows
 from nemotron_jax.generation import memory
 from nemotron_jax.generation.decoding import SMALLEST_PIECE, bucket, pieces
+from nemotron_jax.generation.generator import NO_LIMIT
 from nemotron_jax.generation.programs import empty, kept, local_rows
 from nemotron_jax.generation.prompts import Prompt, encode
 from nemotron_jax.generation.sampling import log_softmax_at
@@ -112,7 +113,7 @@ def log_likelihoods(
         raise ValueError(f"batch_size and piece: found {batch_size} and {piece}, accepted 1 or more")
     compilation_cache.enable()
     tokenizer = tokenizer or model.tokenizer
-    limit = max_positions or model.config.max_position_embeddings
+    limit = max_positions or model.config.max_position_embeddings or NO_LIMIT
     rows = encode(texts, tokenizer, model.config.vocab_size, bos=model.config.bos_token_id)
     if too_long := [
         f"text {i}: found {len(row)} tokens, accepted {limit}" for i, row in enumerate(rows) if len(row) > limit
@@ -149,7 +150,7 @@ def _batch(model: NemotronH, rows: Sequence[Sequence[int]], most: int) -> list[t
         logprobs, greedy = jax.device_get((logprobs, greedy))
         for i, n in enumerate(new):
             found[i].append((logprobs[i, :n], greedy[i, :n]))
-    return [tuple(np.concatenate(parts) for parts in zip(*pairs, strict=True)) for pairs in found]
+    return [(np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs])) for pairs in found]
 
 
 def windows(tokens: Sequence[int], size: int) -> Iterator[list[int]]:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nemotron_jax.cache import AttentionCache, Cache, MambaCache
+from nemotron_jax.cache import Cache, MambaCache
 from nemotron_jax.generation.moving import canonical, place
 from nemotron_jax.generation.programs import empty
 from nemotron_jax.runtime import NemotronH
@@ -68,8 +68,9 @@ class State:
         Raises:
           ValueError: naming rows that there are not.
         """
-        if bad := [i for i in rows if not 0 <= i < len(self)] or ([] if len(rows) else ["none"]):
-            raise ValueError(f"rows: found {bad}, accepted 0 to {len(self) - 1}")
+        bad = [i for i in rows if not 0 <= i < len(self)]
+        if bad or not rows:
+            raise ValueError(f"rows: found {bad or 'none'}, accepted 0 to {len(self) - 1}")
         padded = [*rows, *[rows[0]] * (-len(rows) % axis_size(self.model.mesh, DATA))]
         index = np.asarray(padded, np.int32)
         specs = (
@@ -104,12 +105,13 @@ class State:
         grown = [model.grow(s.cache, capacity) if s.cache.capacity else s.cache for s in states]
         parts = [(dataclasses.replace(c, longest=None), s.logits) for c, s in zip(grown, states, strict=True)]
         cache, logits = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-        places, start = [], 0
+        places: list[int] = []
+        start = 0
         for s in states:
             places += range(start, start + len(s))
             start += s.cache.batch
         tokens = tuple(row for s in states for row in s.tokens)
-        all_rows = [()] * start
+        all_rows: list[tuple[int, ...]] = [()] * start
         for at, row in zip(places, tokens, strict=True):
             all_rows[at] = row
         return State(model, tuple(all_rows), cache, logits).select(places)
@@ -185,7 +187,7 @@ def _take(tree, index, shardings):
     return jax.jit(lambda t, i: jax.tree.map(lambda leaf: leaf[i], t), out_shardings=shardings)(tree, index)
 
 
-def restore(cache: Cache, snapshot: Snapshot, rows: jax.Array) -> Cache:
+def restore(cache: Cache, snapshot: Snapshot, rows: np.ndarray) -> Cache:
     """Put the recurrent states of some rows back to a snapshot.
 
     Args:
@@ -200,6 +202,3 @@ def restore(cache: Cache, snapshot: Snapshot, rows: jax.Array) -> Cache:
         for layer, old in zip(cache.layers, snapshot.recurrent, strict=True)
     )
     return Cache(layers, back(cache.length, snapshot.length))
-
-
-__all__ = ["AttentionCache", "Snapshot", "State", "restore"]
