@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from nemotron_jax import cli
-from nemotron_jax.commands.generate import add_sampling_arguments, generator_settings
+from nemotron_jax.commands.generate import add_sampling_arguments, generator_settings, record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
     mesh = cli.build_mesh(args)
     from nemotron_jax import load
     from nemotron_jax.generation import Conversation, Generator
+    from nemotron_jax.generation.prompt_files import FilePrompt
 
     model = load(args.model, mesh=mesh, dtype=args.dtype, fusion=args.fusion)
     conversation = Conversation(Generator(model, steps_per_call=8, **settings), system=args.system)
@@ -36,9 +37,7 @@ def run(args: argparse.Namespace) -> int:
         answer = piece.completion
         if not args.json:
             print(flush=True)
-        turns.append(
-            {"prompt": text, "text": answer.text, "tokens": list(answer.tokens), "finish_reason": answer.finish_reason}
-        )
+        turns.append(record(FilePrompt(text), answer))
     if args.json:
         cli.print_json(
             {

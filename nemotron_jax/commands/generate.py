@@ -137,9 +137,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         batch = len(prompts)
         if args.stream:
-            completions = (print_stream(generator, args),)
+            completions = [print_stream(generator, args)]
         else:
-            completions = generator.generate(list(args.prompt), seed=args.seed).completions
+            completions = list(generator.generate(list(args.prompt), seed=args.seed))
         outputs = [record(p, c) for p, c in zip(prompts, completions, strict=True)]
     if args.json:
         rows = batch + -batch % args.data_parallel

@@ -107,7 +107,9 @@ class Generator:
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:
         """The end tokens in use."""
-        if self.eos == FROM_CHECKPOINT:
+        if isinstance(self.eos, str):
+            if self.eos != FROM_CHECKPOINT:
+                raise ValueError(f"eos: found {self.eos!r}, accepted ids, None, or {FROM_CHECKPOINT!r}")
             return eos_of(self.model.config, self.model.folder)
         return check_eos(self.eos, self.model.config.vocab_size)
 
@@ -194,9 +196,7 @@ class Generator:
             raise ValueError("prompts: found an empty list, accepted one prompt or more")
         if state is not None and len(given) != len(state):
             raise ValueError(f"prompts: found {len(given)}, accepted {len(state)}, as many as the state has rows")
-        new: list[list[int]] = (
-            [[] for _ in given] if prompts is None else self.encode(given, continuing=state is not None)
-        )
+        new = self.encode(given, continuing=state is not None)
         before = [[] for _ in given] if state is None else [list(row) for row in state.tokens]
         tokens = [a + b for a, b in zip(before, new, strict=True)]
         faults = [
