@@ -3,19 +3,19 @@
 
     python scripts/bench_allreduce_rms_norm.py                                          one process, all GPUs
     python scripts/launch_ranks.py --devices 0,0 -- scripts/bench_allreduce_rms_norm.py --max-blocks 66 --hidden 4096
-    XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels= python scripts/bench_allreduce_rms_norm.py --label
-        psum_nccl \\ --variants none,psum                                                            the psum through
-        NCCL
+    XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels= python scripts/bench_allreduce_rms_norm.py \\
+        --label psum_nccl --variants none,psum                                          the psum through NCCL
 
 A call is timed inside a loop on the device, each iteration using the last one's results: the time per call is the slope
 between a short and a long loop, so what a program costs to start is not in it. `none` is the same loop without the
 operation (an addition), `norm` with the residual add and norm but no sum over devices: their difference to the others
-is what the sum costs. A loop of one call is bound by what the host needs to launch an iteration, some 10 us, and hides differences below
-that; `--per-iteration 8` puts eight calls into each, as the layers of a model are. `--unrolled N` times programs of N and 2N
-calls without a loop: the slope is what one more call site costs a program that is started from the host every time.
+is what the sum costs. A loop of one call is bound by what the host needs to launch an iteration, some 10 us, and hides
+differences below that; `--per-iteration 8` puts eight calls into each, as the layers of a model are. `--unrolled N`
+times programs of N and 2N calls without a loop: the slope is what one more call site costs a program that is started
+from the host every time.
 
-Variants: none, norm (XLA), norm_kernel, psum, gather (XLA's sum and norm), gather_kernel, one_shot, two_shot, flags; a
-number behind a colon caps the blocks: one_shot:264. Results are checked against each other before anything is timed.
+Variants: none, norm (XLA), psum, gather, one_shot, two_shot, flags; a number behind a colon caps the blocks:
+one_shot:264. Results are checked against each other before anything is timed.
 """
 
 import argparse
@@ -39,12 +39,11 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from pallas_kernels.allreduce_rms_norm import allreduce_rms_norm, flags_state_specs, make_flags_state  # noqa: E402
 from pallas_kernels.allreduce_rms_norm.reference import exact  # noqa: E402
-from pallas_kernels.rms_norm.mosaic_gpu import sum_add_rms_norm  # noqa: E402
 from pallas_kernels.rms_norm.reference import add_rms_norm  # noqa: E402
 
 EPS = 1e-5
-VARIANTS = "none,norm,norm_kernel,psum,gather,gather_kernel,one_shot,two_shot,flags"
-COMMUNICATING = ("psum", "gather", "gather_kernel", "one_shot", "two_shot", "flags")
+VARIANTS = "none,norm,psum,gather,one_shot,two_shot,flags"
+COMMUNICATING = ("psum", "gather", "one_shot", "two_shot", "flags")
 
 
 def one_call(variant, partial, residual, weight, state, max_blocks):
@@ -56,10 +55,6 @@ def one_call(variant, partial, residual, weight, state, max_blocks):
         return (partial + residual).astype(partial.dtype), residual
     if name == "norm":
         return add_rms_norm(partial.astype(jnp.float32), residual, weight, **kwargs)
-    if name == "norm_kernel":
-        return sum_add_rms_norm(partial[None], residual, weight, **kwargs)
-    if name == "gather_kernel":
-        return sum_add_rms_norm(lax.all_gather(partial, "tensor", to="invarying"), residual, weight, **kwargs)
     if name == "gather":
         return exact(partial, residual, weight, axis_name="tensor", **kwargs)
     return allreduce_rms_norm(
@@ -68,7 +63,7 @@ def one_call(variant, partial, residual, weight, state, max_blocks):
 
 
 def program(mesh, variant, calls, unrolled, state, max_blocks, per_iteration=1):
-    """A jitted program of `calls` (iterations of) dependent calls; its arguments are (partial, residual, weight, state)."""
+    """A jitted program of `calls` (iterations of) dependent calls; takes (partial, residual, weight, state)."""
 
     def body(partial, residual, weight, state):
         def step(carry):
@@ -178,7 +173,7 @@ def bench_shape(mesh, tokens, hidden, args, pool):
                 for name, a, b in zip(("normed", "residual"), got, expected, strict=True):
                     error = np.linalg.norm(a - b) / np.linalg.norm(b)
                     if not error < 1e-2:
-                        raise AssertionError(f"{name} is off by {error:.2g} (relative rms) from {variants}")
+                        raise AssertionError(f"{name} is off by {error:.2g} (relative rms) from the first variant's")
             fast, slow = seconds(runs[short, False], args.repetitions), seconds(runs[long, False], args.repetitions)
             row["us"][v] = round((slow[0] - fast[0]) / steps * 1e6, 2)
             row["us_min"][v] = round((slow[1] - fast[1]) / steps * 1e6, 2)

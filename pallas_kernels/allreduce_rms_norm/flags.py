@@ -6,8 +6,8 @@ number of this call. The data announces itself, so there is no fence, no separat
 the moment a row is computed and the moment a peer can use it; the price is twice the bytes on the link, which for the
 messages of a decode step is nothing against a round trip.
 
-State (flags_state.py), per device: stage [blocks, 2, world, rows, words] and control, which ends in epoch [blocks]. Block b in its call number
-e = epoch[b] + 1, on every device alike:
+State (flags_state.py), per device: stage [blocks, 2, world, rows, words] and control, which ends in epoch [blocks].
+Block b in its call number e = epoch[b] + 1, on every device alike:
 
 1. reads epoch[b] (written by its own previous call, in the same stream);
 2. writes its rows into stage[b, e % 2, own rank] of every peer, each packet with the tag e;

@@ -14,8 +14,8 @@ two_shot) has a table of them copied to the device for every call site of a prog
 
 Rules for the holder:
 * pass it through `jit` and `shard_map` as an argument (specs from `flags_state_specs`), never donate it, never move or
-  copy it: the kernel writes into these very buffers, behind XLA's back. A kernel that is handed a copy stops with a trap
-  instead of writing to where the original was.
+  copy it: the kernel writes into these very buffers, behind XLA's back. A kernel that is handed a copy stops with a
+  trap instead of writing to where the original was.
 * calls that share one state must depend on one another, as the layers of a model do. XLA may run two independent
   kernels of one CUDA graph at the same time, and these two would share a counter. Independent streams of calls take one
   state each.
@@ -36,8 +36,8 @@ from pallas_kernels.rms_norm.windows import DTYPES, row_fault
 
 MAX_BLOCKS = 128
 ONE_PROCESS = (
-    "needs one process for all devices: with several, XLA hands a kernel copies of its arguments in memory that peers can "
-    "reach, and what the kernel keeps between calls would be lost"
+    "needs one process for all devices: with several, XLA hands a kernel copies of its arguments in memory that peers "
+    "can reach, and what the kernel keeps between calls would be lost"
 )
 
 
@@ -99,7 +99,8 @@ def state_bytes(*, world: int, max_tokens: int, hidden: int, dtype: jnp.dtype, m
 
 
 def table_words(world: int) -> int:
-    """Words of `control` before the counters: 64-bit entries for the rank, the own stage and the stage of every rank."""
+    """Words of `control` before the counters: 64-bit entries for the rank, the own stage and the stage of every
+    rank."""
     return 2 * (2 + world)
 
 
@@ -202,7 +203,8 @@ def flags_state_specs(state: FlagsState | None) -> FlagsState | None:
 
 
 def address_table(stage: jax.Array, axis_name: str, world: int) -> jax.Array:
-    """The head of `control` on this device: rank, address of its stage, addresses of all ranks' stages. Inside shard_map."""
+    """The head of `control` on this device: rank, address of its stage, addresses of all ranks' stages. Inside
+    shard_map."""
     from jax.experimental.mosaic.gpu import utils
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir

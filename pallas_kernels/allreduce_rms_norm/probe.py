@@ -91,7 +91,8 @@ def _local_answer(mesh: Mesh) -> str | None:
 
 
 def _read_neighbours(mesh: Mesh) -> jax.Array:
-    """Every device holds its number + 1 in the flattened mesh, and reads that of the next one through a peer reference."""
+    """Every device holds its number + 1 in the flattened mesh, and reads that of the next one through a peer
+    reference."""
     numbers = np.repeat(np.arange(1, mesh.size + 1, dtype=np.int32)[:, None], THREADS, axis=1)
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
     x = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])

@@ -1,4 +1,4 @@
-"""allreduce_rms_norm through its public function, on virtual CPU devices: meaning, types, gradients, transformations, refusals."""
+"""allreduce_rms_norm as users call it, on virtual CPU devices: meaning, types, gradients, transformations, refusals."""
 
 import functools
 import logging
@@ -20,6 +20,8 @@ from pallas_kernels.allreduce_rms_norm import (
 )
 from tests.pallas_kernels import allreduce_cases as cases
 
+SPLIT, SAME = P("tensor"), P()
+SPLIT, SAME = P("tensor"), P()
 PORTABLE = ("reference", "psum", "gather")
 DTYPES = (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "float16"), ("float32", "float32"))
 
@@ -47,7 +49,7 @@ def test_values(implementation, world, count_case):
 
 @pytest.mark.parametrize("implementation", PORTABLE)
 def test_special_values(implementation, count_case):
-    """Negative zero, subnormals, one channel at 75,000, cancellation, a row of zeros; infinities and NaN stay in their rows."""
+    """Negative zero, subnormals, one huge channel, cancellation, a row of zeros; infinities and NaN stay in their rows."""
     case = cases.problem(3, 4, 6, 64)
     case.partial[:, 0, :4] = case.residual[0, :4] = -0.0
     case.partial[:, 0, 4:8] = -1e-39
@@ -65,7 +67,7 @@ def test_special_values(implementation, count_case):
 
 
 def test_the_norm_is_taken_of_what_is_stored(count_case):
-    """XLA drops float32 -> bfloat16 -> float32 as excess precision; the norm must see the rounded value all the same."""
+    """XLA drops float32 -> bfloat16 -> float32 as excess precision; the norm must see the rounded value."""
     hidden = 64
     weight = np.ones(hidden, np.float32)
     # 1 + 2^-9 rounds to 1; unrounded it would be seen in a float32 result.
@@ -237,9 +239,7 @@ def test_reduces_exactly_once():
         assert sum(text.count(f" {name}") for name in ("all-reduce(", "all-gather(")) == text.count(f" {op}") == 1
 
 
-def _trace(
-    function, *, partial=P("tensor"), residual=P(), weight=P(), shapes=((8, 4, 64), (4, 64), (64,)), dtypes=None
-):
+def _trace(function, *, partial=SPLIT, residual=SAME, weight=SAME, shapes=((8, 4, 64), (4, 64), (64,)), dtypes=None):
     dtypes = dtypes or (jnp.bfloat16,) * 3
     arrays = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, dtypes, strict=True)]
     mapped = jax.shard_map(

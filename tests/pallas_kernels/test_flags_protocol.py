@@ -1,8 +1,9 @@
-"""The protocol of the one-launch form, as threads: one per device and block, with random delays between any two accesses.
+"""The protocol of the one-launch form, as threads: one per device and block, with random delays between any two
+accesses.
 
-The interpreter cannot run that kernel (it is inline code), so its rules are modelled here: two buffers per block, packets
-whose two halves arrive together, a device writes and polls, nobody acknowledges. What is a loop over packets in the kernel
-is a loop here, each access a step at which the scheduler may switch to another thread.
+The interpreter cannot run that kernel (it is inline code), so its rules are modelled here: two buffers per block,
+packets whose two halves arrive together, a device writes and polls, nobody acknowledges. What is a loop over packets in
+the kernel is a loop here, each access a step at which the scheduler may switch to another thread.
 """
 
 import random
@@ -49,7 +50,8 @@ def block_of_kernel(devices, me, block, rows, words, value, results, *, buffers=
 
 
 def simulate(seed, *, world, blocks, calls, first_epoch=0, **protocol):
-    """Every device runs the same list of calls; a device starts a call when all its blocks have ended the one before."""
+    """Every device runs the same list of calls; a device starts a call when all its blocks have ended the one
+    before."""
     rng = random.Random(seed)
     rows_of, words = [rng.randint(1, 3) for _ in range(calls)], 2
     blocks_of = [rng.randint(1, blocks) for _ in range(calls)]
@@ -110,7 +112,8 @@ def test_the_counter_wraps(count_case):
 
 
 def test_one_buffer_is_not_enough():
-    """The model can fail: with one buffer a fast device overwrites what a slow one has not read, which then waits for ever."""
+    """The model can fail: with one buffer a fast device overwrites what a slow one has not read, which then waits for
+    ever."""
 
     def breaks(seed):
         try:

@@ -1,4 +1,4 @@
-"""The kernels that read and write their peers' memory, interpreted on the CPU: values, late devices, reused memory, races."""
+"""The kernels that use their peers' memory, interpreted on the CPU: values, late devices, reused memory, races."""
 
 import functools
 
@@ -77,7 +77,7 @@ def test_no_races(kernel, count_case):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_leaving_early_is_noticed(kernel, monkeypatch):
-    """The test above can fail: without the exit wait a late device reads what has been overwritten, or misses results."""
+    """The test above can fail: without the exit wait a late device reads what is overwritten, or misses results."""
     from pallas_kernels.allreduce_rms_norm.signals import Peers
 
     monkeypatch.setattr(Peers, "wait_all", lambda self, semaphore: None)

@@ -1,0 +1,34 @@
+"""allreduce_rms_norm on real GPUs, one process for all of them: `pytest --gpu tests/gpu`. One GPU has nothing to sum;
+several ranks on one GPU run the same checks through scripts/launch_ranks.py, see allreduce_checks.py."""
+
+import faulthandler
+
+import jax
+import pytest
+
+from tests.gpu import allreduce_checks as checks
+
+pytestmark = pytest.mark.gpu
+CHECKS = list(
+    checks.plan(("gather", "one_shot", "two_shot", "flags"), (0, 1, 3, 133), (192, 3136, 8192), None, quick=False)
+)
+
+
+@pytest.fixture(autouse=True)
+def watchdog():
+    """A fault in a protocol hangs; a hang must end the run."""
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    if jax.default_backend() != "gpu" or jax.device_count() < 2:
+        pytest.fail("needs two GPUs in one process; for ranks that share one: scripts/launch_ranks.py")
+    return checks.world_mesh()
+
+
+@pytest.mark.parametrize("label, check", CHECKS, ids=[label.replace(" ", "-") for label, _ in CHECKS])
+def test_check(label, check, mesh, count_case):
+    count_case(check(mesh))
