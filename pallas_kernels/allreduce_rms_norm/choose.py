@@ -49,8 +49,8 @@ def choose(
         device_kind: `jax.Device.device_kind`, for instance "NVIDIA H200".
         available: names that can serve the call (see `supported`); must contain "psum".
         runs_per_start: how often the call runs each time its program starts: 1 in a prefill or in a decode step that
-            the host starts, the number of steps in a loop on the device. Kernels that ask XLA for their peers' addresses
-            pay for that at each start.
+            the host starts, the number of steps in a loop on the device. Kernels that ask XLA for their peers'
+            addresses pay for that at each start.
 
     Returns:
         (name, reason in words).

@@ -49,7 +49,7 @@ def test_values(implementation, world, count_case):
 
 @pytest.mark.parametrize("implementation", PORTABLE)
 def test_special_values(implementation, count_case):
-    """Negative zero, subnormals, one huge channel, cancellation, a row of zeros; infinities and NaN stay in their rows."""
+    """Negative zero, subnormals, a huge channel, cancellation, a row of zeros; infinities and NaN stay in place."""
     case = cases.problem(3, 4, 6, 64)
     case.partial[:, 0, :4] = case.residual[0, :4] = -0.0
     case.partial[:, 0, 4:8] = -1e-39
