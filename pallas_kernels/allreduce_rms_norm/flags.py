@@ -177,16 +177,17 @@ def _send(
             return llvm.load(i64, pointer)
 
         start = llvm.ptrtoint(i64, utils.memref_ptr(stage))
-        # A copy of the state would lead the peers' packets astray: stop instead.
-        llvm.inline_asm(
-            void,
-            [start, entry(1)],
-            "{\n.reg .pred MOVED;\nsetp.ne.u64 MOVED, $0, $1;\n@MOVED trap;\n}",
-            "l,l",
-            has_side_effects=True,
-        )
+        # A copy of the stage would not be where the peers write, a copy of the counters would forget calls: stop.
+        for address, expected in ((start, entry(1)), (table, entry(2))):
+            llvm.inline_asm(
+                void,
+                [address, expected],
+                "{\n.reg .pred MOVED;\nsetp.ne.u64 MOVED, $0, $1;\n@MOVED trap;\n}",
+                "l,l",
+                has_side_effects=True,
+            )
         offset = arith.subi(_thread_pointer(row, windows, values[0].mlir_dtype), start)
-        pointers = [arith.addi(entry(2 + other), offset) for other in range(world)]
+        pointers = [arith.addi(entry(3 + other), offset) for other in range(world)]
         offset = 0
         for value in values:
             (vector,) = value.registers.flat

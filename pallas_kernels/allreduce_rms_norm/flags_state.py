@@ -2,7 +2,7 @@
 
 Every device owns
     stage    [blocks, 2, world, rows, words]   packets that its peers write, see flags.py
-    control  [2 * (2 + world) + blocks]        its rank, the addresses of all stages, how many calls each block has made
+    control  [2 * (3 + world) + blocks]        rank, addresses of both arrays and all stages, calls of each block
 
 The kernel itself counts its calls, in the memory of its own device. So nothing outside has to count along: an exception
 on the host, a change of shape, two models or two executables that take turns cannot put the devices out of step, as
@@ -32,7 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.allreduce_rms_norm import layout
 from pallas_kernels.errors import Unsupported
-from pallas_kernels.rms_norm.windows import DTYPES, row_fault
+from pallas_kernels.rms_norm.windows import DTYPES, THREADS, row_fault
 
 MAX_BLOCKS = 128
 ONE_PROCESS = (
@@ -53,7 +53,7 @@ class FlagsState:
 
     Attributes:
         stage: int32 [devices, ...], one slice per device of the mesh.
-        control: int32 [devices, 2 * (2 + world) + blocks].
+        control: int32 [devices, 2 * (3 + world) + blocks].
         mesh_axes: names of the mesh's axes, in order.
         axis_name: the axis that is summed over.
         world: size of that axis.
@@ -101,7 +101,7 @@ def state_bytes(*, world: int, max_tokens: int, hidden: int, dtype: jnp.dtype, m
 def table_words(world: int) -> int:
     """Words of `control` before the counters: 64-bit entries for the rank, the own stage and the stage of every
     rank."""
-    return 2 * (2 + world)
+    return 2 * (3 + world)
 
 
 def _stage_shape(blocks: int, world: int, rows: int, hidden: int, dtype: jnp.dtype) -> tuple[int, ...]:
@@ -153,16 +153,23 @@ def make_flags_state(
     rows = -(-max_tokens // blocks)
     axes = tuple(mesh.axis_names)
     spec = PartitionSpec(axes)
-    shape = (mesh.size, *_stage_shape(blocks, world, rows, hidden, dtype))
-    stage = jax.jit(lambda: jnp.zeros(shape, jnp.int32), out_shardings=NamedSharding(mesh, spec))()
-    on_gpu = mesh.devices.flat[0].platform in ("gpu", "cuda")
-
-    def control_of(stage):
+    shapes = ((mesh.size, *_stage_shape(blocks, world, rows, hidden, dtype)), (mesh.size, table_words(world) + blocks))
+    sharding = NamedSharding(mesh, spec)
+    zeros = jax.jit(lambda: tuple(jnp.zeros(shape, jnp.int32) for shape in shapes), out_shardings=(sharding, sharding))
+    stage, control = zeros()
+    if mesh.devices.flat[0].platform in ("gpu", "cuda"):
         # On other platforms the state can be made and passed around, for tests; the kernel does not run there.
-        table = address_table(stage, axis_name, world) if on_gpu else jnp.zeros(table_words(world), jnp.int32)
-        return jnp.concatenate([table, jnp.zeros(blocks, jnp.int32)])[None]
-
-    control = jax.jit(jax.shard_map(control_of, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(stage)
+        jax.block_until_ready(
+            jax.jit(
+                jax.shard_map(
+                    lambda stage, control: write_addresses(stage, control, axis_name, world)[None],
+                    mesh=mesh,
+                    in_specs=spec,
+                    out_specs=spec,
+                    check_vma=False,
+                )
+            )(stage, control)
+        )
     # A peer may write into a stage as soon as its own program runs: nobody leaves before everybody's zeros are written.
     ready = jax.jit(
         jax.shard_map(
@@ -202,40 +209,46 @@ def flags_state_specs(state: FlagsState | None) -> FlagsState | None:
     return jax.tree.map(lambda _: PartitionSpec(state.mesh_axes), state)
 
 
-def address_table(stage: jax.Array, axis_name: str, world: int) -> jax.Array:
-    """The head of `control` on this device: rank, address of its stage, addresses of all ranks' stages. Inside
-    shard_map."""
+def write_addresses(stage: jax.Array, control: jax.Array, axis_name: str, world: int) -> jax.Array:
+    """Write the head of this device's `control`, in place: rank, own stage, own control, stages of all ranks.
+
+    Runs inside shard_map, in a program whose arguments are the two arrays themselves. The result means nothing; it is
+    there to be waited for.
+    """
     from jax.experimental.mosaic.gpu import utils
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm
 
-    def kernel(stage_ref, table_ref):
+    def kernel(stage_ref, control_ref, done_ref):
         rank = jax.lax.axis_index(axis_name)
         stages = [plgpu.remote_ref(stage_ref, {axis_name: jnp.int32(other)}) for other in range(world)]
 
         @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, plgpu.RefType(), [plgpu.RefType()] * (1 + world)))
-        def write(ctx, rank, table, stages):
+        def write(ctx, rank, control, stages):
             del ctx
             i64 = ir.IntegerType.get_signless(64)
             entries = [arith.extui(i64, rank.registers.item())]
-            entries += [llvm.ptrtoint(i64, utils.memref_ptr(ref)) for ref in stages]
+            entries += [llvm.ptrtoint(i64, utils.memref_ptr(ref)) for ref in (stages[0], control, *stages[1:])]
             with utils.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
                 for place, entry in enumerate(entries):
                     llvm.inline_asm(
                         ir.Type.parse("!llvm.void"),
-                        [utils.memref_ptr(table), entry],
+                        [utils.memref_ptr(control), entry],
                         f"st.global.b64 [$0+{8 * place}], $1;",
                         "l,l,~{memory}",
                         has_side_effects=True,
                     )
 
-        write(rank, table_ref, [stage_ref, *stages])
+        write(rank, control_ref, [stage_ref, *stages])
+        done_ref[...] = plgpu.layout_cast(
+            jnp.broadcast_to(rank, (THREADS,)), plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+        )
 
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((table_words(world),), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((THREADS,), jnp.int32),
         grid=(1,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-    )(stage)
+    )(stage, control)

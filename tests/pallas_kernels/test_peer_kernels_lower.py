@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import allreduce_rms_norm
 from pallas_kernels.allreduce_rms_norm import PEER_MEMORY, abstract_flags_state, flags_state_specs, shapes, support
-from pallas_kernels.allreduce_rms_norm.flags_state import address_table
+from pallas_kernels.allreduce_rms_norm.flags_state import write_addresses
 from pallas_kernels.allreduce_rms_norm.probe import neighbour_program
 from tests.pallas_kernels import allreduce_cases as cases
 
@@ -101,7 +101,7 @@ def test_other_programs(implementation, count_case):
     count_case(5)
 
 
-def test_probe_and_address_table(count_case):
+def test_probe_and_addresses(count_case):
     both = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
     for mesh in (cases.mesh(2), cases.mesh(8), both):
         numbers = jax.ShapeDtypeStruct((mesh.size, 128), jnp.int32)
@@ -109,13 +109,16 @@ def test_probe_and_address_table(count_case):
         state = abstract_flags_state(mesh, "tensor", 8, 4096, "bfloat16")
         axes = P(mesh.axis_names)
         table = jax.shard_map(
-            lambda stage, mesh=mesh: address_table(stage, "tensor", mesh.shape["tensor"])[None],
+            lambda stage, control, mesh=mesh: write_addresses(stage, control, "tensor", mesh.shape["tensor"])[None],
             mesh=mesh,
             in_specs=axes,
             out_specs=axes,
             check_vma=False,
         )
-        assert "mosaic_gpu_v2" in jax.jit(table).trace(state.stage).lower(lowering_platforms=("cuda",)).as_text()
+        assert (
+            "mosaic_gpu_v2"
+            in jax.jit(table).trace(state.stage, state.control).lower(lowering_platforms=("cuda",)).as_text()
+        )
         count_case()
 
 
