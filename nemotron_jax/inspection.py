@@ -20,6 +20,7 @@ from nemotron_jax.weights.loading import default_model
 
 logger = logging.getLogger("nemotron_jax")
 
+SHIPPED = "tiny-nemotron-h"  # what the model that the package ships is called, here and in experiments
 USABLE = 0.9  # share of a device's memory that weights and cache may take; the rest is for activations and the runtime
 
 
@@ -29,8 +30,8 @@ def read_config(model: str | None) -> tuple[str, NemotronHConfig]:
     Raises:
       ValueError: for a name that is none of these.
     """
-    if model is None:
-        return "tiny-nemotron-h", NemotronHConfig.from_json(default_model())
+    if model in (None, SHIPPED):
+        return SHIPPED, NemotronHConfig.from_json(default_model())
     if Path(model).exists():
         return str(model), NemotronHConfig.from_json(Path(model))
     preset = find_preset(model)

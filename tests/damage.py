@@ -22,7 +22,7 @@ def change_one_weight(model: NemotronH, *path: str | int, by: float = 0.5) -> No
 def reduced_twice(layer: int) -> Iterator[None]:
     """Models traced inside reduce the output of one block a second time, which multiplies it by the axis size.
 
-    jax does not notice (an invariant value may be summed). The functions of fusion.py would refuse: this goes around them.
+    jax does not notice (an invariant value may be summed). The functions of fusion.py would refuse: they are not asked.
     """
     original = blocks.Block.__call__
     position = -1

@@ -108,7 +108,8 @@ def work(model: NemotronH, batch: int, tokens: int, context: int) -> tuple[float
         numbers = size / jnp.dtype(p.dtype).itemsize
         stacked = p.layout.sections[0].stack
         if p.path[0] == "embeddings" and not config.tie_word_embeddings:
-            bytes_ += here * config.hidden_size * jnp.dtype(p.dtype).itemsize
+            rows_read = here / (tp if model.rules.vocab else 1)
+            bytes_ += rows_read * config.hidden_size * jnp.dtype(p.dtype).itemsize
             continue
         if p.path[0] in ("embeddings", "lm_head"):
             tokens_through = rows  # logits of the last token alone
