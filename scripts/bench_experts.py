@@ -3,8 +3,8 @@
 
     python scripts/bench_experts.py [--tokens 1,8,64,2048] [--shapes nano,super] [--implementations gather,blocks]
 
-One line per case on stdout: microseconds per block, and GB/s of the chosen experts' matrices read once. Every repetition
-goes to other experts, inside one compiled loop.
+One line per case on stdout: microseconds per block, and GB/s of the chosen experts' matrices read once. Every
+repetition goes to other experts, inside one compiled loop.
 """
 
 import argparse

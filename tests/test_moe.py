@@ -1,4 +1,4 @@
-"""Mixture-of-experts blocks: the router's rules, the grouped products, both ways to cut experts, and PyTorch's outputs."""
+"""Mixture-of-experts blocks: router, grouped products, both ways to cut experts, and PyTorch's outputs."""
 
 import itertools
 import re
@@ -47,8 +47,19 @@ def letters(case, alternating):
     return "layers:" + "".join(itertools.islice(itertools.cycle(alternating), config.num_hidden_layers))
 
 
-CASES = {"moe_nano": (1, 2, 4, 8), "moe_latent_super": (1, 2, 4, 8), "moe_latent_mtp": (1, 2, 4), "tiny-nemotron-3": (1, 2, 4, 8)}
-GRID = [(case, tp, plan, rule) for case in CASES for tp in CASES[case] for plan in ("none", "all", "mixed") for rule in RULES]
+CASES = {
+    "moe_nano": (1, 2, 4, 8),
+    "moe_latent_super": (1, 2, 4, 8),
+    "moe_latent_mtp": (1, 2, 4),
+    "tiny-nemotron-3": (1, 2, 4, 8),
+}
+GRID = [
+    (case, tp, plan, rule)
+    for case in CASES
+    for tp in CASES[case]
+    for plan in ("none", "all", "mixed")
+    for rule in RULES
+]
 DEFAULT = {
     ("moe_nano", 1, "none", "slices"),
     ("moe_nano", 8, "all", "whole"),
@@ -63,14 +74,18 @@ assert set(GRID) >= DEFAULT
     ("case", "tp", "plan", "rule"), [pytest.param(*c, marks=[] if c in DEFAULT else [pytest.mark.full]) for c in GRID]
 )
 def test_equals_pytorch(case, tp, plan, rule, count_case):
-    """Every array that PyTorch left: layers, mixers, states, logits, padded rows, chosen experts and weights, greedy tokens."""
+    """Every array that PyTorch left: layers, states, logits, padded rows, chosen experts, greedy tokens."""
     folder, reference = references(case)
     spec = letters(case, "pg.") if plan == "mixed" else plan
-    model = nemotron_jax.load(folder, mesh=make_mesh(tp), rules=RULES[rule], fusion=spec, dtype="float32", progress=False)
+    model = nemotron_jax.load(
+        folder, mesh=make_mesh(tp), rules=RULES[rule], fusion=spec, dtype="float32", progress=False
+    )
     result = nemotron_jax.compare(model, reference)
     assert result.ok, result.problems
     assert result.within_tolerance and result.greedy.matches == result.greedy.total
-    assert {"layer", "final", "logits", "full_logits", "greedy_logits", "pad_logits", "pad_greedy_logits"} <= set(result.arrays)
+    assert {"layer", "final", "logits", "full_logits", "greedy_logits", "pad_logits", "pad_greedy_logits"} <= set(
+        result.arrays
+    )
     if tp > 1 and plan != "none":
         assert result.run["fused_boundaries"] >= model.config.num_hidden_layers // 2
     assert result.experts.tokens == model.config.hybrid_override_pattern.count("E") * np.load(reference)["ids"].size
@@ -85,7 +100,9 @@ def test_gap_to_the_first_expert_left_out_equals_pytorch(count_case):
     folder, reference = references("moe_latent_super")
     stored = np.load(reference)
     out = nemotron_jax.load(folder, dtype="float32", progress=False)(stored["ids"], hidden_states=True)
-    tiny.close(np.asarray(out.hidden_states.experts[2]).reshape(stored["fixed/topk_gap"].shape), stored["fixed/topk_gap"])
+    tiny.close(
+        np.asarray(out.hidden_states.experts[2]).reshape(stored["fixed/topk_gap"].shape), stored["fixed/topk_gap"]
+    )
     count_case()
 
 
@@ -138,7 +155,13 @@ def test_equals_one_device(tensor, data, plan, rule, sizes, count_case):
 @pytest.mark.parametrize("zero", ["experts", "shared_experts"])
 @pytest.mark.parametrize(
     "rules",
-    [SLICES, WHOLE, ShardingRules(mlp=None), ShardingRules.from_dict({"experts": "tensor", "mlp": None}), ShardingRules(expert_mlp=None)],
+    [
+        SLICES,
+        pytest.param(WHOLE, marks=pytest.mark.full),
+        pytest.param(ShardingRules(mlp=None), marks=pytest.mark.full),
+        ShardingRules.from_dict({"experts": "tensor", "mlp": None}),
+        ShardingRules(expert_mlp=None),
+    ],
     ids=["slices", "whole", "slices, shared whole", "whole, shared whole", "shared alone cut"],
 )
 def test_neither_part_is_counted_twice(zero, rules, count_case):
@@ -146,7 +169,9 @@ def test_neither_part_is_counted_twice(zero, rules, count_case):
     ids = tiny.tokens(1, 2, 5)
     outputs = {}
     for tensor in (1, 2, 4):
-        model = NemotronH(tiny.config(**LATENT, hybrid_override_pattern="E"), mesh=make_mesh(tensor), rules=rules, rngs=1)
+        model = NemotronH(
+            tiny.config(**LATENT, hybrid_override_pattern="E"), mesh=make_mesh(tensor), rules=rules, rngs=1
+        )
         path = ("layers", 0, "mixer", "down") if zero == "experts" else ("layers", 0, "mixer", "shared", "down")
         model.replace_weights({path: jnp.zeros_like(model.parameter(*path))})
         outputs[tensor] = np.asarray(model(ids, hidden_states=True).hidden_states.mixers[0])
@@ -203,9 +228,16 @@ def test_decode_reads_no_expert_that_no_token_chose(tensor, rule, count_case):
 def test_decode_gathers_only_what_was_chosen():
     """Of the experts' matrices the program takes the chosen ones; no product has all of them as an operand."""
     jaxpr = jax.make_jaxpr(lambda *a: expert_sum(*a))(
-        *(jnp.zeros(s, jnp.float32) for s in ((2, 8), (16, 12, 8), (16, 8, 12))), jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3))
+        *(jnp.zeros(s, jnp.float32) for s in ((2, 8), (16, 12, 8), (16, 8, 12))),
+        jnp.zeros((2, 3), jnp.int32),
+        jnp.zeros((2, 3)),
     )
-    users = [e.primitive.name for e in _equations(jaxpr.jaxpr) for v in e.invars if getattr(v.aval, "shape", ()) in ((16, 12, 8), (16, 8, 12))]
+    users = [
+        e.primitive.name
+        for e in _equations(jaxpr.jaxpr)
+        for v in e.invars
+        if getattr(v.aval, "shape", ()) in ((16, 12, 8), (16, 8, 12))
+    ]
     assert set(users) <= {"gather", "pjit", "jit"} and users.count("gather") == 2, users
 
 
@@ -294,10 +326,12 @@ def test_biases_near_64_that_differ_by_a_hundredth_still_choose(dtype, count_cas
     model = NemotronH(tiny.config(**SIZES, hybrid_override_pattern="E", dtype=dtype), rngs=3)
     router = ("layers", 0, "mixer", "router")
     order = np.random.default_rng(5).permutation(16)
-    model.replace_weights({
-        (*router, "bias"): jnp.asarray(64 + 0.01 * order, jnp.float32),
-        (*router, "weight"): jnp.zeros_like(model.parameter(*router, "weight")),
-    })
+    model.replace_weights(
+        {
+            (*router, "bias"): jnp.asarray(64 + 0.01 * order, jnp.float32),
+            (*router, "weight"): jnp.zeros_like(model.parameter(*router, "weight")),
+        }
+    )
     assert model.parameter(*router, "weight").dtype == model.parameter(*router, "bias").dtype == jnp.float32
     chosen = model(tiny.tokens(6, 1, 4), hidden_states=True).hidden_states.experts[0]
     assert np.array_equal(chosen, np.broadcast_to(np.sort(np.argsort(order)[-3:]), (1, 1, 4, 3)))
@@ -344,7 +378,9 @@ def mostly_elsewhere(chosen, experts):
 def test_products_equal_numpy(implementation, tokens, choice, count_case):
     x, up, down, chosen, weights = operands(7, tokens, 3, 8, 23, 12)
     chosen = choice(chosen, 8)
-    found = jax.jit(expert_sum, static_argnames="implementation")(x, up, down, chosen, weights, implementation=implementation)
+    found = jax.jit(expert_sum, static_argnames="implementation")(
+        x, up, down, chosen, weights, implementation=implementation
+    )
     tiny.close(found, numpy_experts(x, up, down, chosen, weights), 1e-5)
     count_case()
 
@@ -354,7 +390,9 @@ def test_products_equal_numpy(implementation, tokens, choice, count_case):
 def test_local_widths_of_the_released_models(implementation, width, count_case):
     """Widths that no tile of 64 divides, left when a released model's experts are cut in 4 or 8."""
     x, up, down, chosen, weights = operands(8, 21, 2, 4, width, 36)
-    found = jax.jit(expert_sum, static_argnames="implementation")(x, up, down, chosen, weights, implementation=implementation)
+    found = jax.jit(expert_sum, static_argnames="implementation")(
+        x, up, down, chosen, weights, implementation=implementation
+    )
     tiny.close(found, numpy_experts(x, up, down, chosen, weights), 2e-5)
     count_case()
 
@@ -399,6 +437,8 @@ def test_per_layer_sizes_reach_the_blocks():
     model = NemotronH(config, mtp=True)
     widths = {p.path: p.layout.shape[1] for p in model.parameters if p.path[-2:] == ("mixer", "up")}
     experts = [i for i, kind in enumerate(config.hybrid_override_pattern) if kind == "E"]
-    assert [widths["layers", i, "mixer", "up"] for i in experts] == [config.layer(i).moe_intermediate_size for i in experts]
+    assert [widths["layers", i, "mixer", "up"] for i in experts] == [
+        config.layer(i).moe_intermediate_size for i in experts
+    ]
     assert len(set(widths.values())) > 1
     assert widths["mtp", 0, "layers", 1, "mixer", "up"] == 2688

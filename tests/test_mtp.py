@@ -87,7 +87,10 @@ def test_taking_tokens_back(stored, count_case):
     count_case()
 
 
-@pytest.mark.parametrize(("tensor", "data", "plan", "rules"), [(4, 1, "all/gather", WHOLE), (2, 2, "all/psum", None), (8, 1, "kinds:E/gather", None)])
+@pytest.mark.parametrize(
+    ("tensor", "data", "plan", "rules"),
+    [(4, 1, "all/gather", WHOLE), (2, 2, "all/psum", None), (8, 1, "kinds:E/gather", None)],
+)
 def test_two_steps_equal_one_device(tensor, data, plan, rules, count_case):
     ids = tiny.tokens(0, 2, 13)
     tiny.close(random(tensor, data, plan, rules).mtp_logits(ids, depth=2), random().mtp_logits(ids, depth=2))
@@ -104,11 +107,13 @@ def test_deeper_steps_chain(count_case):
         tiny.close(model.mtp_logits(ids, depth=depth), out.logits)
         x = out.hidden
     other = model.draft(model(ids, hidden_states=True).hidden_states.final[:, :8], ids[:, 1:], step=1)
-    assert np.abs(np.asarray(other.logits - model.mtp_logits(ids))).max() > 0.1  # the two steps have weights of their own
+    assert (
+        np.abs(np.asarray(other.logits - model.mtp_logits(ids))).max() > 0.1
+    )  # the two steps have weights of their own
     count_case(3)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.full)])
 def test_padded_rows_equal_single_runs(side, count_case):
     model, ids = random(2, fusion="all/gather"), tiny.tokens(2, 3, 9)
     mask = np.zeros((3, 9), bool)
@@ -151,7 +156,10 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="num_nextn_predict_layers = 0"):
         NemotronH(tiny.config(), mtp=True)
     plain = NemotronH(tiny.config(**SHAPE), rngs=0)
-    for call in (lambda: plain.mtp_logits(np.zeros((1, 4), int)), lambda: plain.draft(jnp.zeros((1, 1, 40)), np.zeros((1, 1), int))):
+    for call in (
+        lambda: plain.mtp_logits(np.zeros((1, 4), int)),
+        lambda: plain.draft(jnp.zeros((1, 1, 40)), np.zeros((1, 1), int)),
+    ):
         with pytest.raises(ValueError, match="mtp=True"):
             call()
     model = random()
@@ -178,7 +186,9 @@ def test_a_missing_mtp_tensor_is_named(tmp_path):
     (tmp_path / "hf").mkdir()
     shutil.copy(CASE / "hf" / "config.json", tmp_path / "hf")
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"missing mtp.layers.0.enorm.weight \(48,\); unknown mtp.layers.1.surprise.weight"):
+    with pytest.raises(
+        ValueError, match=r"missing mtp.layers.0.enorm.weight \(48,\); unknown mtp.layers.1.surprise.weight"
+    ):
         nemotron_jax.load(tmp_path / "hf", mtp=True, progress=False)
     nemotron_jax.load(tmp_path / "hf", progress=False)
 

@@ -1,8 +1,8 @@
 """The routed experts' products: each token through the experts chosen for it, weighted and summed.
 
-Every implementation is exact for any number of tokens and any choice: there is no capacity and no token is dropped. Each
-rounds at the same places (a product to the model's dtype, relu^2 in float32 to the model's dtype, the weighted sum in
-float32 and then once), so they differ only in the order of float32 additions.
+Every implementation is exact for any number of tokens and any choice: there is no capacity and no token is dropped.
+Each rounds at the same places (a product to the model's dtype, relu^2 in float32 to the model's dtype, the weighted sum
+in float32 and then once), so they differ only in the order of float32 additions.
 
 Letters: n tokens, k choices of a token, x experts on this rank, f their width on this rank, i their input and output
 width, j blocks, r rows of a block.
@@ -21,7 +21,7 @@ from nemotron_jax.layers.mlp import squared_relu
 # Blocks of one expert's rows that run as one batched product, whose matrices are copied side by side for it.
 BLOCKS_AT_ONCE = 16
 MAX_BLOCK_ROWS = 256
-# Up to so many choices per expert on average, reading an expert's matrices again for each choice beats copying them once.
+# Up to so many choices per expert on average, reading its matrices again for each beats copying them once.
 GATHER_CHOICES_PER_EXPERT = 3
 
 
@@ -37,8 +37,8 @@ def expert_sum(
 
     Args:
       x: what the experts see.
-      up, down: the matrices of this rank's experts (all of them, or its own; whole, or its slices), checkpoint orientation.
-      chosen: index into this rank's experts; anything outside 0 .. experts - 1 is another rank's and adds nothing here.
+      up, down: the matrices of this rank's experts (all or its own, whole or its slices), checkpoint orientation.
+      chosen: index into this rank's experts; anything outside 0 .. experts - 1 is another rank's, and adds nothing.
       weights: float32.
       implementation: a name of IMPLEMENTATIONS, or ``auto``.
 
@@ -57,10 +57,10 @@ def expert_sum(
 
 
 def choose(tokens: int, k: int, experts: int) -> str:
-    """``gather`` reads a choice's matrices for each token anew, ``blocks`` once per block of tokens: few choices, and many.
+    """``gather``, which reads matrices for each choice anew, for few choices; ``blocks``, once per block, for many.
 
-    On one H200 (bfloat16, 128 experts of 1856 x 2688, 6 chosen) gather reads at 2.9 to 3.3 TB/s up to 8 tokens, takes 0.25 ms
-    for 8 tokens where blocks takes 0.76, and 1.97 ms for 64 where blocks takes 2.43: scripts/bench_experts.py.
+    On one H200 (bfloat16, 128 experts of 1856 x 2688, 6 chosen) gather reads at 2.9 to 3.3 TB/s up to 8 tokens, takes
+    0.25 ms for 8 tokens where blocks takes 0.76, and 1.97 ms for 64 where blocks takes 2.43: scripts/bench_experts.py.
     """
     return "gather" if tokens * k <= GATHER_CHOICES_PER_EXPERT * experts else "blocks"
 
@@ -72,8 +72,8 @@ def gather(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
     gathered operand of a matrix product would be copied first.
 
     Args:
-      chosen: [n, k]; ``experts`` where the choice is another rank's. Such a choice reads the same matrices as the token's
-        first one that is here (expert 0 where none is), and its result means nothing.
+      chosen: [n, k]; ``experts`` where the choice is another rank's. Such a choice reads the same matrices as the
+        token's first one that is here (expert 0 where none is), and its result means nothing.
 
     Returns:
       [n, k, i], each choice's output.
@@ -90,7 +90,7 @@ def gather(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
 
 
 def blocks(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Choices sorted by expert and cut into blocks of equal size, each of one expert; the last block of an expert is padded.
+    """Choices sorted by expert and cut into blocks of equal size, each of one expert, its last one padded.
 
     Args and result as :func:`gather`. The number of blocks is static: the most that any choice can need.
     """
@@ -110,7 +110,8 @@ def blocks(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
     first_block = last_block - -(-size // rows)
 
     block = jnp.arange(count, dtype=jnp.int32)
-    of = jnp.minimum(jnp.sum(block[:, None] >= last_block[None], 1, dtype=jnp.int32), experts - 1)  # expert of each block
+    of = jnp.sum(block[:, None] >= last_block[None], 1, dtype=jnp.int32)  # expert of each block
+    of = jnp.minimum(of, experts - 1)  # blocks that are not needed
     within = (block - first_block[of])[:, None] * rows + jnp.arange(rows, dtype=jnp.int32)
     real = within < size[of][:, None]
     token = order[jnp.where(real, start[of][:, None] + within, 0)] // k

@@ -22,9 +22,15 @@ class MTPStep(nnx.Module):
     """
 
     def __init__(
-        self, config: NemotronHConfig, step: int, *, block: Callable[[str, NemotronHConfig, str], nnx.Module], axis: Axis, dtype
+        self,
+        config: NemotronHConfig,
+        step: int,
+        *,
+        block: Callable[[str, NemotronHConfig, str], nnx.Module],
+        axis: Axis,
+        dtype,
     ):
-        """Args: block: makes the block of (letter, its config, tensor prefix); blocks belong to model.py, which builds this."""
+        """Args: block: makes the block of (letter, its config, tensor prefix); the class is model.py's."""
         pattern, d = config.mtp_hybrid_override_pattern, config.hidden_size
         indices = range(step * len(pattern), (step + 1) * len(pattern))
         first, last = f"mtp.layers.{indices[0]}.", f"mtp.layers.{indices[-1]}."
@@ -69,6 +75,12 @@ class MTPStep(nnx.Module):
             takes = plan.implementation(i)
             caches.append(layer_cache)
         final, _ = add_norm(
-            x, residual, self.final_layernorm[...], implementation=takes, residual_dtype=residual_dtype, state=state, **norm
+            x,
+            residual,
+            self.final_layernorm[...],
+            implementation=takes,
+            residual_dtype=residual_dtype,
+            state=state,
+            **norm,
         )
         return final, None if cache is None else Cache(tuple(caches), cache.length + rows.new)

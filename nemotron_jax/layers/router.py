@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weight. All in float32, computed alike on every rank from the same input."""
+"""Which experts a token goes to, and with what weight. In float32, computed alike on every rank from the same input."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from nemotron_jax.sharding import whole
 
 
 class Router(nnx.Module):
-    """Sigmoid router. Weight and correction bias are float32 in every model dtype: trained biases lie near 64 and differ by 0.01."""
+    """Sigmoid router. Weight and bias are float32 in every model dtype: biases may lie near 64 and differ by 0.01."""
 
     def __init__(self, config: NemotronHConfig, prefix: str):
         experts = config.n_routed_experts
@@ -29,8 +29,8 @@ class Router(nnx.Module):
             x.astype(jnp.float32), self.weight[...], (((2,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
         )
         return route(
-            logits, self.bias[...], k=self.k, groups=self.groups, kept_groups=self.kept_groups, normalise=self.normalise,
-            scale=self.scale,
+            logits, self.bias[...], k=self.k, groups=self.groups, kept_groups=self.kept_groups,
+            normalise=self.normalise, scale=self.scale,
         )  # fmt: skip
 
 
@@ -46,10 +46,10 @@ def route(
 ) -> tuple[Int[Array, "*tokens k"], Float[Array, "*tokens k"], Float[Array, "*tokens experts"]]:
     """The router behind its matrix product.
 
-    The bias takes part in choosing and in nothing else: weights come from the raw sigmoid, not from (score - bias), which
-    would be 0 for a score of 1e-8 beside a bias of 12. Of several groups the ``kept_groups`` with the largest sum of their
-    two best scores are kept; experts of the others cannot be chosen, however negative the scores that are left.
-    Equal scores go to the lower index, as in ``torch.topk``.
+    The bias takes part in choosing and in nothing else: weights come from the raw sigmoid, not from (score - bias),
+    which would be 0 for a score of 1e-8 beside a bias of 12. Of several groups the ``kept_groups`` with the largest sum
+    of their two best scores are kept; experts of the others cannot be chosen, however negative the scores that are
+    left. Equal scores go to the lower index, as in ``torch.topk``.
 
     Args:
       logits: float32.
@@ -75,7 +75,7 @@ def route(
 def describe(
     chosen: Int[Array, "*tokens k"], weights: Float[Array, "*tokens k"], choice: Float[Array, "*tokens experts"]
 ) -> tuple[Int[Array, "*tokens k"], Float[Array, "*tokens k"], Float[Array, "*tokens"]]:
-    """What comparisons read: experts ascending, their weights in that order, and how far the first expert left out was behind.
+    """What comparisons read: experts ascending, their weights, and how far behind the first expert left out was.
 
     A program that does not return it does not compute it.
     """
