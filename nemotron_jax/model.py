@@ -1,10 +1,11 @@
 """What is stacked in which order: embedding, blocks of norm and mixer, final norm, head. Runs inside ``jax.shard_map``.
 
-The stream between blocks is ``(x, residual)``: x is the last mixer's output, reduced or pending, and the next block's norm
-takes it into the residual. The final norm does so too, hence the last block may defer like any other.
+The stream between blocks is ``(x, residual)``: x is the last mixer's output, reduced or pending, and the next block's
+norm takes it into the residual. The final norm does so too, hence the last block may defer like any other.
 
-Glossary of letters, used in einsums: b batch, t new tokens, s slots, d hidden_size, f MLP width, v vocabulary; attention: n query
-heads, k KV heads, r query heads of a KV head, h head_dim; Mamba: m heads, p head_dim, g groups, r heads of a group, e state size,
+Glossary of letters, used in einsums: b batch, t new tokens, s slots, d hidden_size, f MLP width, v vocabulary;
+attention: n query heads, k KV heads, r query heads of a KV head, h head_dim; Mamba: m heads, p head_dim, g groups, r
+  heads of a group, e state size,
 c chunks, l position in a chunk; x experts.
 """
 
@@ -40,8 +41,8 @@ class HiddenStates:
       layers: [layers, batch, tokens, hidden], the residual stream after each block.
       final: [batch, tokens, hidden], after the final norm.
       mixers: [layers, batch, tokens, hidden], each block's own contribution; None unless asked for.
-      experts: per mixture-of-experts block, (chosen [batch, tokens, k] ascending, their weights, the score gap to the first one
-        left out [batch, tokens]); None unless asked for.
+      experts: per mixture-of-experts block, (chosen [batch, tokens, k] ascending, their weights, the score gap to the
+        first one left out [batch, tokens]); None unless asked for.
     """
 
     embed: jax.Array
@@ -64,7 +65,8 @@ def mixer(kind: str, config: NemotronHConfig, prefix: str, *, axis: Axis, rules:
 
 
 class Block(nnx.Module):
-    """One pattern letter: a norm that takes in the block before, and a mixer whose output is reduced here or deferred."""
+    """One pattern letter: a norm that takes in the block before, and a mixer whose output is reduced here or
+    deferred."""
 
     def __init__(self, kind: str, config: NemotronHConfig, prefix: str, *, axis: Axis, rules: ShardingRules, dtype):
         self.kind, self.eps, self.axis = kind, config.layer_norm_epsilon, axis
@@ -73,9 +75,17 @@ class Block(nnx.Module):
         self.mixer = mixer(kind, config, f"{prefix}mixer.", axis=axis, rules=rules, dtype=dtype)
 
     def __call__(self, x, residual, cache, rows: Rows, *, takes: str, defers: bool, residual_dtype=None, state=None):
-        """Args: x, residual: the stream; takes: implementation for a pending x; defers: whether this block's sum stays pending."""
+        """Args: x, residual: the stream; takes: implementation for a pending x; defers: whether this block's sum stays
+        pending."""
         normed, residual = add_norm(
-            x, residual, self.norm[...], axis=self.axis, eps=self.eps, implementation=takes, residual_dtype=residual_dtype, state=state
+            x,
+            residual,
+            self.norm[...],
+            axis=self.axis,
+            eps=self.eps,
+            implementation=takes,
+            residual_dtype=residual_dtype,
+            state=state,
         )
         aux = None
         if self.kind in "M*":
@@ -107,7 +117,14 @@ class Network(nnx.Module):
         self.mtp = nnx.List(MTPStep(config, i, block=block, axis=axis, dtype=dtype) for i in range(steps))
 
     def __call__(
-        self, ids: Int[Array, "batch tokens"], cache: Cache, rows: Rows, plan: FusionPlan, *, state=None, capture: bool = False
+        self,
+        ids: Int[Array, "batch tokens"],
+        cache: Cache,
+        rows: Rows,
+        plan: FusionPlan,
+        *,
+        state=None,
+        capture: bool = False,
     ) -> tuple[Float[Array, "batch tokens hidden"], Cache, HiddenStates | None]:
         """Activations after the final norm, the cache behind the new tokens, and the hidden states if ``capture``.
 
@@ -177,7 +194,8 @@ class Network(nnx.Module):
 
 
 def pack(mask: jax.Array | None, start: jax.Array, tokens: int) -> tuple[Rows, jax.Array | None]:
-    """Order that brings each row's real tokens to the left (pads may stand anywhere), and the rows as the layers see them."""
+    """Order that brings each row's real tokens to the left (pads may stand anywhere), and the rows as the layers see
+    them."""
     if mask is None:
         return Rows(start, jnp.full_like(start, tokens), None), None
     real = mask.astype(bool)
@@ -187,7 +205,15 @@ def pack(mask: jax.Array | None, start: jax.Array, tokens: int) -> tuple[Rows, j
 
 
 def forward(
-    network: Network, ids, mask, cache: Cache, plan: FusionPlan, *, state=None, capture: bool = False, last_only: bool = False
+    network: Network,
+    ids,
+    mask,
+    cache: Cache,
+    plan: FusionPlan,
+    *,
+    state=None,
+    capture: bool = False,
+    last_only: bool = False,
 ):
     """Logits (this rank's columns), cache and hidden states of new tokens at the places where the caller put them.
 
@@ -199,7 +225,11 @@ def forward(
     x, cache, hidden = network(ids, cache, rows, plan, state=state, capture=capture)
     if last_only:
         last = jnp.maximum(rows.new - 1, 0)
-        x = jnp.take_along_axis(x, last[:, None, None], axis=1) if ids.shape[1] else jnp.zeros((x.shape[0], 1, x.shape[2]), x.dtype)
+        x = (
+            jnp.take_along_axis(x, last[:, None, None], axis=1)
+            if ids.shape[1]
+            else jnp.zeros((x.shape[0], 1, x.shape[2]), x.dtype)
+        )
     elif order is not None:
         x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
     if hidden is not None and order is not None:
@@ -211,7 +241,11 @@ def forward(
 
         experts = None if hidden.experts is None else tuple(unpack(a, 2) for a in hidden.experts)
         hidden = HiddenStates(
-            unpack(hidden.embed, 1), unpack(hidden.layers, 2), unpack(hidden.final, 1), unpack(hidden.mixers, 2), experts
+            unpack(hidden.embed, 1),
+            unpack(hidden.layers, 2),
+            unpack(hidden.final, 1),
+            unpack(hidden.mixers, 2),
+            experts,
         )
     return network.logits(x), cache, hidden
 
@@ -229,9 +263,11 @@ def draft(network: Network, hidden, next_ids, mask, cache: Cache, plan: FusionPl
 
 
 def forward_mtp(network: Network, ids, mask, plan: FusionPlan, mtp_plans: Sequence[FusionPlan], *, state=None):
-    """Logits (this rank's columns) for the token ``depth`` + 1 places on, from each token that has ``depth`` known ones behind it.
+    """Logits (this rank's columns) for the token ``depth`` + 1 places on, from each token that has ``depth`` known ones
+    behind it.
 
-    Step d takes the states of the step before and the tokens d + 1 places on; where fewer are stored, the last one runs again.
+    Step d takes the states of the step before and the tokens d + 1 places on; where fewer are stored, the last one runs
+    again.
 
     Args:
       ids, mask: [batch, tokens].

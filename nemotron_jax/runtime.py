@@ -1,7 +1,7 @@
 """A model on a mesh: parameters, and programs compiled for them.
 
-Parameters are arguments of every program, in one flat tuple, so that nothing is a constant of the program and no module is
-flattened per call. A program is one local function under ``jax.shard_map(check_vma=True)`` under ``jax.jit``.
+Parameters are arguments of every program, in one flat tuple, so that nothing is a constant of the program and no module
+is flattened per call. A program is one local function under ``jax.shard_map(check_vma=True)`` under ``jax.jit``.
 """
 
 import dataclasses
@@ -83,7 +83,8 @@ class ParameterInfo:
 class NemotronH:
     """A Nemotron-H model over a ``data`` x ``tensor`` mesh.
 
-    ``model(ids, cache=...)`` runs new tokens of any number through it; programs are compiled once per shape of (ids, cache) and kept.
+    ``model(ids, cache=...)`` runs new tokens of any number through it; programs are compiled once per shape of (ids,
+    cache) and kept.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class NemotronH:
           config: any config of the family.
           mesh: axes ``data`` and ``tensor``; default one device.
           rules: which logical axes are cut over ``tensor``.
-          dtype: of matrices and activations; default the config's. Norms, convolution, A_log, D, dt_bias, biases and router stay float32.
+          dtype: of matrices and activations; default the config's. Norms, convolution, A_log, D, dt_bias, biases and
+            router stay float32.
           fusion: fusion plan (see ``fusion.parse_plan``).
           state_dtype: of the SSM state in the cache.
           mtp: also hold the multi-token-prediction layers (:meth:`draft`, :meth:`mtp_logits`).
@@ -141,7 +143,8 @@ class NemotronH:
         self._graphdef, state = nnx.split(network)
         flat = nnx.to_flat_state(state)
         self.parameters = tuple(
-            ParameterInfo(tuple(path), variable.get_metadata()["layout"], variable.get_value().dtype) for path, variable in flat
+            ParameterInfo(tuple(path), variable.get_metadata()["layout"], variable.get_value().dtype)
+            for path, variable in flat
         )
         self._paths = tuple(p.path for p in self.parameters)
         self._variables = tuple(variable for _, variable in flat)
@@ -150,7 +153,9 @@ class NemotronH:
         self.origin: Any = None  # what the weights were loaded from, as nemotron_jax.weights keeps it
         self._programs: dict[Any, Callable] = {}
         self._flags_states: dict[Any, Any] = {}
-        self.folder: Path | None = None  # of the checkpoint: its tokenizer and generation_config.json are beside the weights
+        self.folder: Path | None = (
+            None  # of the checkpoint: its tokenizer and generation_config.json are beside the weights
+        )
         if reader is None and rngs is not None:
             reader = random_reader(_seed(rngs))
         if reader is not None:
@@ -166,10 +171,14 @@ class NemotronH:
 
     # ------------------------------------------------------------------------------------------- description
     def network(self, weights: Sequence[jax.Array] | None = None) -> Network:
-        """The Flax NNX module over ``weights`` (default: the model's own arrays). Its ``__call__`` belongs under ``jax.shard_map``."""
+        """The Flax NNX module over ``weights`` (default: the model's own arrays). Its ``__call__`` belongs under
+        ``jax.shard_map``."""
         weights = self._weights() if weights is None else weights
         state = nnx.from_flat_state(
-            [(path, variable.replace(w)) for path, variable, w in zip(self._paths, self._variables, weights, strict=True)]
+            [
+                (path, variable.replace(w))
+                for path, variable, w in zip(self._paths, self._variables, weights, strict=True)
+            ]
         )
         return nnx.merge(self._graphdef, state)
 
@@ -183,7 +192,9 @@ class NemotronH:
         for path, value in values.items():
             i = self._paths.index(path)
             if (value.shape, value.dtype) != (weights[i].shape, weights[i].dtype):
-                raise ValueError(f"{path}: found {value.dtype}{value.shape}, accepted {weights[i].dtype}{weights[i].shape}")
+                raise ValueError(
+                    f"{path}: found {value.dtype}{value.shape}, accepted {weights[i].dtype}{weights[i].shape}"
+                )
             weights[i] = jax.device_put(value, weights[i].sharding)
         self.weights = tuple(weights)
 
@@ -196,7 +207,8 @@ class NemotronH:
         return self._resolve(batch, tokens, self.fusion, self.config.hybrid_override_pattern)
 
     def mtp_plan(self, batch: int, tokens: int) -> "fusion.FusionPlan":
-        """The same for an MTP step. A plan of ``layers:`` names the model's own boundaries, so the step defers nothing then."""
+        """The same for an MTP step. A plan of ``layers:`` names the model's own boundaries, so the step defers nothing
+        then."""
         spec = "none" if self.fusion.startswith("layers:") else self.fusion
         return self._resolve(batch, tokens, spec, self.config.mtp_hybrid_override_pattern)
 
@@ -284,7 +296,11 @@ class NemotronH:
         flag_specs = None if flags is None else flags_state_specs(flags)
         program = jax.jit(
             jax.shard_map(
-                entry, mesh=self.mesh, in_specs=(self._weight_specs, flag_specs, *in_specs), out_specs=out_specs, check_vma=True
+                entry,
+                mesh=self.mesh,
+                in_specs=(self._weight_specs, flag_specs, *in_specs),
+                out_specs=out_specs,
+                check_vma=True,
             ),
             donate_argnums=tuple(i + 2 for i in donate),
         )
@@ -301,7 +317,8 @@ class NemotronH:
         return call
 
     def flags_state(self, plan: "fusion.FusionPlan", local_tokens: int) -> Any:
-        """Persistent buffers for the boundaries that run ``flags``, shared by all programs of this model; None if there are none."""
+        """Persistent buffers for the boundaries that run ``flags``, shared by all programs of this model; None if there
+        are none."""
         if not plan.uses("flags"):
             return None
         size = 1 << max(0, local_tokens - 1).bit_length()
@@ -314,12 +331,15 @@ class NemotronH:
     def abstract_weights(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes, dtypes and shardings of the parameters: enough to lower and compile any program without memory."""
         return tuple(
-            jax.ShapeDtypeStruct(p.layout.global_shape, p.dtype, sharding=NamedSharding(self.mesh, p.layout.spec)) for p in self.parameters
+            jax.ShapeDtypeStruct(p.layout.global_shape, p.dtype, sharding=NamedSharding(self.mesh, p.layout.spec))
+            for p in self.parameters
         )
 
     def _weights(self) -> tuple[jax.Array, ...]:
         if self.weights is None:
-            raise ValueError("this model is abstract: load a checkpoint into it, or build it with rngs for random values")
+            raise ValueError(
+                "this model is abstract: load a checkpoint into it, or build it with rngs for random values"
+            )
         return self.weights
 
     @property
@@ -368,8 +388,10 @@ class NemotronH:
 
         Args:
           ids: [batch, tokens] int32 token ids. Zero tokens are allowed.
-          cache: the state the rows continue from (None: they start). It is not changed; the returned one holds the new tokens too.
-          mask: [batch, tokens], nonzero at real tokens; pads may stand on either side. Rows may hold no real token at all.
+          cache: the state the rows continue from (None: they start). It is not changed; the returned one holds the new
+            tokens too.
+          mask: [batch, tokens], nonzero at real tokens; pads may stand on either side. Rows may hold no real token at
+            all.
           hidden_states: also return every layer's output.
           last_only: logits of each row's last real token alone.
 
@@ -406,7 +428,8 @@ class NemotronH:
         Args:
           hidden: states after the final norm (``HiddenStates.final``), or ``Draft.hidden`` of the step before.
           next_ids: int32 ids.
-          cache: of this step, made by :meth:`new_mtp_cache` or returned by an earlier call (None: rows start). Not changed.
+          cache: of this step, made by :meth:`new_mtp_cache` or returned by an earlier call (None: rows start). Not
+            changed.
           mask: nonzero where both are real.
           step: which stored step.
 
@@ -418,7 +441,9 @@ class NemotronH:
             raise ValueError(f"step: found {step}, accepted 0 to {self.config.num_nextn_predict_layers - 1}")
         next_ids, mask = self.check_ids(next_ids, mask)
         if np.shape(hidden) != (*next_ids.shape, self.config.hidden_size):
-            raise ValueError(f"hidden: found shape {np.shape(hidden)}, accepted {(*next_ids.shape, self.config.hidden_size)}")
+            raise ValueError(
+                f"hidden: found shape {np.shape(hidden)}, accepted {(*next_ids.shape, self.config.hidden_size)}"
+            )
         batch, tokens = next_ids.shape
         if cache is None:
             cache = self.new_mtp_cache(batch, max(MIN_CAPACITY, 1 << max(0, tokens - 1).bit_length()))
@@ -441,8 +466,8 @@ class NemotronH:
 
             flags = self.flags_state(plan, (batch // max(1, axis_size(self.mesh, DATA))) * tokens)
             self._programs[key] = self.compile(
-                local, (P(rows), P(rows), P(rows) if masked else None, specs), (P(rows, None, self.vocab_spec), P(rows), specs),
-                flags=flags,
+                local, (P(rows), P(rows), P(rows) if masked else None, specs), (P(rows, None, self.vocab_spec), P(rows),
+                specs), flags=flags,
             )  # fmt: skip
         return self._programs[key]
 

@@ -1,8 +1,10 @@
-"""Mesh and axis names, the logical-axis table, how a parameter is cut over the tensor axis, and the model's small collectives.
+"""Mesh and axis names, the logical-axis table, how a parameter is cut over the tensor axis, and the model's small
+collectives.
 
-A projection of this family mixes sections that must be cut one by one (``in_proj`` holds z, x, B, C and dt; ``conv1d`` holds
-x, B and C; q, k and v are separate tensors that run as one product). A :class:`Layout` says which rows of which checkpoint
-tensor each rank of the tensor axis holds. Everything that touches weights (import, export, random values, checks) reads it.
+A projection of this family mixes sections that must be cut one by one (``in_proj`` holds z, x, B, C and dt; ``conv1d``
+holds x, B and C; q, k and v are separate tensors that run as one product). A :class:`Layout` says which rows of which
+checkpoint tensor each rank of the tensor axis holds. Everything that touches weights (import, export, random values,
+checks) reads it.
 """
 
 import dataclasses
@@ -88,7 +90,8 @@ class ShardingRules:
 
 
 def make_mesh(tensor: int = 1, data: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A ``data`` x ``tensor`` mesh over the first ``data * tensor`` devices, in row-major order (the order that Mosaic GPU needs)."""
+    """A ``data`` x ``tensor`` mesh over the first ``data * tensor`` devices, in row-major order (the order that Mosaic
+    GPU needs)."""
     devices = list(jax.devices() if devices is None else devices)
     if tensor < 1 or data < 1 or tensor * data > len(devices):
         raise ValueError(f"mesh data={data} x tensor={tensor} needs {data * tensor} devices, found {len(devices)}")
@@ -111,7 +114,9 @@ def check_degree(config: NemotronHConfig, tensor: int, rules: ShardingRules, mtp
     faults = _degree_faults(config, tensor, rules, mtp)
     if faults:
         works = [n for n in range(1, 65) if not _degree_faults(config, n, rules, mtp)]
-        raise ValueError(f"tensor parallel degree {tensor} does not fit this model: {'; '.join(faults)}. Degrees that work: {works}")
+        raise ValueError(
+            f"tensor parallel degree {tensor} does not fit this model: {'; '.join(faults)}. Degrees that work: {works}"
+        )
 
 
 def _degree_faults(config: NemotronHConfig, n: int, rules: ShardingRules, mtp: bool) -> list[str]:
@@ -156,7 +161,8 @@ class Section:
       tensor: canonical tensor name (no file prefix); ``{}`` is the index of a stacked tensor (an expert).
       size: rows of the section along the layout's cut dimension.
       start: first row in the checkpoint tensor.
-      parts: number of distinct parts. The axis size: an ordinary cut. Fewer: each part repeats on neighbouring ranks. 1: whole.
+      parts: number of distinct parts. The axis size: an ordinary cut. Fewer: each part repeats on neighbouring ranks.
+        1: whole.
       name: what the section is called where it is stored by itself ("z", "x", "B", "C", "dt", "q", "k", "v").
       stack: how many tensors ``tensor`` stands for (0: one, unstacked).
       once: only rank 0 holds the values, the others hold zeros (the bias of a product whose outputs are summed).
@@ -177,7 +183,8 @@ class Section:
         return (self.padded or self.size) // self.parts
 
     def rows(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Rows [start, stop) of the checkpoint tensor that ``rank`` holds; fewer than :meth:`width` means zero rows follow."""
+        """Rows [start, stop) of the checkpoint tensor that ``rank`` holds; fewer than :meth:`width` means zero rows
+        follow."""
         if self.once and rank:
             return self.start, self.start
         first = (rank * self.parts // ranks) * self.width()
@@ -203,7 +210,9 @@ class Layout:
     def __post_init__(self):
         for s in self.sections:
             if (s.padded or s.size) % s.parts or self.ranks % s.parts:
-                raise ValueError(f"{s.tensor}: {s.padded or s.size} rows, {s.parts} parts, {self.ranks} ranks do not fit")
+                raise ValueError(
+                    f"{s.tensor}: {s.padded or s.size} rows, {s.parts} parts, {self.ranks} ranks do not fit"
+                )
 
     @property
     def replicated(self) -> bool:
@@ -259,7 +268,6 @@ def padded_vocab(vocab_size: int, axis: Axis) -> int:
     return -(-vocab_size // axis.size) * axis.size
 
 
-
 # ---------------------------------------------------------------------------------------------- inside shard_map
 def varies(x: jax.Array, axis: Axis) -> bool:
     """Whether ``x`` may differ between the ranks of ``axis``, by its type."""
@@ -290,7 +298,9 @@ def sum_over(x: jax.Array, axis: Axis) -> jax.Array:
     if axis.size == 1:
         return x
     if not varies(x, axis):
-        raise TypeError(f"sum over mesh axis {axis.name!r} of a value of type {jax.typeof(x)} that is already the same on every rank")
+        raise TypeError(
+            f"sum over mesh axis {axis.name!r}: found {jax.typeof(x)}, which is already the same on every rank"
+        )
     return lax.psum(x, axis.name)
 
 

@@ -103,8 +103,8 @@ def decode(
 ) -> tuple[Timing, np.ndarray]:
     """Seconds per greedy step of the generator's own program, and the logits behind the first step (for a check).
 
-    Every timed call starts from ``context`` tokens behind each row and runs the program of ``steps[0]`` steps once, or as
-    often as makes ``steps[1]``, without waiting in between.
+    Every timed call starts from ``context`` tokens behind each row and runs the program of ``steps[0]`` steps once, or
+    as often as makes ``steps[1]``, without waiting in between.
     """
     capacity = context + max(steps)
     columns = vocab_columns(model)

@@ -1,4 +1,5 @@
-"""Every dense float32 reference of PyTorch, at every degree and plan: logits, layers, states, greedy tokens, left-padded rows."""
+"""Every dense float32 reference of PyTorch, at every degree and plan: logits, layers, states, greedy tokens,
+left-padded rows."""
 
 import itertools
 
