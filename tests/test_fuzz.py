@@ -73,3 +73,20 @@ def test_any_case(count_case, case):
     expected = np.asarray(plain(ids, mask=mask).logits)
     tiny.close(found[mask], expected[mask], 1e-4)
     count_case()
+
+
+@pytest.mark.parametrize("rules", [{"mlp": "none"}, {"experts": "tensor"}, {}])
+def test_zero_tokens_through_experts(rules, count_case):
+    """A piece without tokens is still a summand where the block is cut (a random case found it otherwise)."""
+    shape = dict(
+        hybrid_override_pattern="E",
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=24,
+    )
+    model = NemotronH(
+        tiny.config(**shape), mesh=make_mesh(2), rules=ShardingRules.from_dict(rules), rngs=0, fusion="none"
+    )
+    assert model(np.zeros((2, 0), np.int32)).logits.shape == (2, 0, 96)
+    count_case()

@@ -10,7 +10,7 @@ from nemotron_jax.layers.experts import expert_sum
 from nemotron_jax.layers.linear import Weight, project, weight
 from nemotron_jax.layers.mlp import MLP
 from nemotron_jax.layers.router import Router, describe
-from nemotron_jax.sharding import Axis, Layout, Section, ShardingRules, rank, whole
+from nemotron_jax.sharding import Axis, Layout, Section, ShardingRules, rank, vary_like, whole
 
 
 class MoE(nnx.Module):
@@ -73,6 +73,8 @@ class MoE(nnx.Module):
             else:
                 routed = jnp.where(once, routed, 0)
         out = (routed.astype(jnp.float32) + shared.astype(jnp.float32)).astype(x.dtype)
+        if self.cuts_routed or self.cuts_shared:
+            out = vary_like(out, self.up[...], self.shared.up[...])  # no tokens: nothing above made it a summand
         return out, describe(chosen, weights, choice)
 
 
