@@ -21,9 +21,8 @@ from nemotron_jax.parameters import Cut
 from nemotron_jax.weights.source import DTYPES, Source, Tensor, canonical_name, listed
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-SEGMENT = (
-    2048  # columns of a row are read by themselves where they are at least so many bytes, and the minority of the row
-)
+# Columns of a row are read by themselves where they are at least so many bytes, and the minority of the row.
+SEGMENT = 512
 
 
 @dataclasses.dataclass(frozen=True)

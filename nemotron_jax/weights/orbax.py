@@ -33,7 +33,7 @@ FORMAT, VERSION = "nemotron-jax-orbax", 1
 ARRAYS = "arrays"  # the folder that Orbax writes
 CHUNK = 16 << 20  # largest bytes of a piece that is stored, and read, as a whole
 CUTS = 8  # chunks end where a cut of a dimension into so many parts does, where the size allows
-IN_FLIGHT = 512 << 20  # bytes of host memory for pieces on their way to the files
+IN_FLIGHT = 256 << 20  # bytes of host memory for pieces on their way to the files
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _LAYER = re.compile(r"(mtp\.)?layers\.(\d+)\.")
 
@@ -191,7 +191,8 @@ class _Handler(ocp.type_handlers.NumpyHandler):
 def write_arrays(folder: Path, source: Source, config: NemotronHConfig, done: Callable[[int], None]) -> None:
     """Write the tensors of ``source`` and the manifest into ``folder``.
 
-    Host memory stays below IN_FLIGHT (512 MiB) and a few pieces, however large the arrays are.
+    Host memory stays below about three times IN_FLIGHT (256 MiB; the pieces, and their copies on the way to the disk),
+    however large the arrays are.
     """
     arrays = stored_arrays(config, source.tensors)
     tree: dict[str, Any] = {}
