@@ -248,6 +248,7 @@ def plan(
     platform: str | None = None,
     device_kind: str | None = None,
     peers_reachable: bool = True,
+    steps: int = 1,
 ) -> FusionPlan:
     """Resolve ``spec`` for one program. Only static facts count: pattern, shapes, dtypes, mesh, device kind, and one
     start-up probe.
@@ -257,6 +258,7 @@ def plan(
     Args:
       tokens: rows of the [tokens, hidden] message on one device (local batch x new tokens).
       peers_reachable: the start-up probe's answer (can a kernel read its peers' memory).
+      steps: how often the program runs each boundary when it is started once (a loop on the device).
     """
     platform = platform or mesh.devices.flat[0].platform
     device_kind = device_kind or mesh.devices.flat[0].device_kind
@@ -271,7 +273,13 @@ def plan(
     def fastest() -> tuple[str, str]:
         usable = [name for name in IMPLEMENTATIONS if refusal(name) is None]
         return choose(
-            tokens=tokens, hidden=hidden, dtype=dtype, world=axis.size, device_kind=device_kind, available=usable
+            tokens=tokens,
+            hidden=hidden,
+            dtype=dtype,
+            world=axis.size,
+            device_kind=device_kind,
+            available=usable,
+            runs_per_start=steps,
         )
 
     for layer, (kind, asked) in enumerate(zip(pattern, parse_plan(spec, pattern), strict=True)):

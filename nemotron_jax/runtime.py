@@ -202,9 +202,10 @@ class NemotronH:
         """Parameter bytes on each device."""
         return sum(p.bytes_per_device for p in self.parameters)
 
-    def plan(self, batch: int, tokens: int) -> "fusion.FusionPlan":
-        """What runs at each boundary for ``batch`` rows of ``tokens`` new tokens."""
-        return self._resolve(batch, tokens, self.fusion, self.config.hybrid_override_pattern)
+    def plan(self, batch: int, tokens: int, steps: int = 1) -> "fusion.FusionPlan":
+        """What runs at each boundary for ``batch`` rows of ``tokens`` new tokens, in a program that loops over
+        ``steps`` of them."""
+        return self._resolve(batch, tokens, self.fusion, self.config.hybrid_override_pattern, steps)
 
     def mtp_plan(self, batch: int, tokens: int) -> "fusion.FusionPlan":
         """The same for an MTP step. A plan of ``layers:`` names the model's own boundaries, so the step defers nothing
@@ -212,7 +213,7 @@ class NemotronH:
         spec = "none" if self.fusion.startswith("layers:") else self.fusion
         return self._resolve(batch, tokens, spec, self.config.mtp_hybrid_override_pattern)
 
-    def _resolve(self, batch: int, tokens: int, spec: str, pattern: str) -> "fusion.FusionPlan":
+    def _resolve(self, batch: int, tokens: int, spec: str, pattern: str, steps: int = 1) -> "fusion.FusionPlan":
         local_tokens = (batch // max(1, axis_size(self.mesh, DATA))) * tokens
         reachable = self.axis.size == 1 or peers_reachable(self.mesh)
         return fusion.plan(
@@ -226,6 +227,7 @@ class NemotronH:
             axis=self.axis,
             rules=self.rules,
             peers_reachable=reachable,
+            steps=steps,
         )
 
     def _check_plan(self) -> None:

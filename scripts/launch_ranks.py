@@ -85,6 +85,7 @@ def environment(devices: list[str], rank: int, port: int, limit: float, nccl: st
     sharing = devices.count(devices[rank])
     if sharing > 1 and devices[rank] != "cpu":
         env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        env.setdefault("PALLAS_KERNELS_MAX_BLOCKS", str(132 // sharing))  # blocks that wait for each other must all run
         env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / sharing:.3f}")
     if nccl:
         env["LD_PRELOAD"] = os.path.abspath(nccl)

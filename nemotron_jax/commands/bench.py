@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             expected = None
             for plan in dict.fromkeys(["none", *(args.plans or [args.fusion])] if model.axis.size > 1 else ["none"]):
                 model.fusion = plan
-                resolved = model.plan(batch, 1 if args.what == "decode" else size)
+                resolved = model.plan(batch, *((1, args.steps[0]) if args.what == "decode" else (size,)))
                 if args.what == "decode":
                     time, logits = timing.decode(model, batch, size, tuple(args.steps), args.repeats)
                     floor = timing.decode_bytes(model, batch, size) / timing.HBM_BYTES_PER_SECOND

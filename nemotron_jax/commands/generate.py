@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
                 "outputs": outputs,
                 "tensor_parallel": args.tensor_parallel,
                 "fusion": args.fusion,
-                "fused_boundaries": model.plan(rows, 1).fused_boundaries,
+                "fused_boundaries": model.plan(rows, 1, generator.steps_per_call).fused_boundaries,
                 "devices": cli.device_names(mesh),
             }
         )

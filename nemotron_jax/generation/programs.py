@@ -121,7 +121,7 @@ def write_program(
     """
 
     def make():
-        plan = model.plan(batch, 1)
+        plan = model.plan(batch, 1, steps)
         rows_spec, vocab_spec = model.rows_spec, model.vocab_spec
         specs = model.cache_shapes(batch, capacity).specs
         wide = P(rows_spec, vocab_spec)

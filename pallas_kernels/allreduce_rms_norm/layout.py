@@ -1,5 +1,7 @@
 """Sizes of what the communicating kernels keep in flight: packets, rows in shared memory, blocks."""
 
+import os
+
 import jax.numpy as jnp
 
 from pallas_kernels.rms_norm.windows import THREADS, Window, windows
@@ -7,6 +9,9 @@ from pallas_kernels.rms_norm.windows import THREADS, Window, windows
 SMEM_BYTES = 220 * 1024
 SM_COUNT = 132
 MAX_SLOTS = 4
+# Ranks that share a GPU set this to 132 // ranks in their environment (scripts/launch_ranks.py does), so that the blocks
+# of all of them are resident together; a block that waits for one that cannot start waits for ever.
+MAX_BLOCKS_VARIABLE = "PALLAS_KERNELS_MAX_BLOCKS"
 
 
 def words_of(window: Window, bits: int) -> int:
@@ -35,4 +40,5 @@ def slots_for(rows_per_block: int, row_bytes: int, reserved: int = 0) -> int:
 
 def blocks_for(rows: int, max_blocks: int | None) -> int:
     """Thread blocks for `rows` rows: all must be resident at once, since they wait for their peers."""
-    return max(1, min(rows, SM_COUNT, max_blocks or SM_COUNT))
+    cap = max_blocks or int(os.environ.get(MAX_BLOCKS_VARIABLE, SM_COUNT))
+    return max(1, min(rows, SM_COUNT, cap))
