@@ -188,7 +188,7 @@ def no_device_memory(monkeypatch):
             {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"lm_head": {"quant_algo": "INT4"}}},
             "'INT4' of lm_head",
         ),
-        ({"quant_algo": "NVFP4", "group_size": 32}, r"group_size \[32\], accepted 16"),
+        ({"quant_algo": "NVFP4", "group_size": 32}, r"group_size \['32'\], accepted 16"),
         ({"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),
     ],
 )

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 logger = logging.getLogger("nemotron_jax")
@@ -22,7 +22,7 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Generator[Path]:
     """A new folder to write into: ``path`` when the block has ended without an error, gone when it ended with one.
 
     What interrupted saves of the same path left behind is removed first, with one line that says so.
@@ -105,7 +105,7 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def _locked(folder: Path) -> Generator[bool]:
     """Holds the lock of a folder, which ends with the process; yields whether it was free."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

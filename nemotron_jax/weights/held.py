@@ -53,7 +53,7 @@ class Held(Source):
                 "part of this model's weights is on devices of another process; accepted: a mesh of this process alone"
             )
         self.where = f"{model!r}"
-        self.model = model
+        self.model, self._weights = model, model.weights
         origin: Origin | None = model.origin
         self._places: dict[str, tuple[int, list[tuple[int, Piece]]]] = {}
         self.tensors = {}
@@ -61,7 +61,12 @@ class Held(Source):
             for name, shape in p.layout.tensors():
                 file = origin.tensors.get(name) if origin else None
                 dtype = DTYPE_NAMES[np.dtype(p.dtype)]
-                if file is not None and origin.untouched(index, array) and _holds(p.dtype, DTYPES[file.dtype]):
+                if (
+                    origin
+                    and file is not None
+                    and origin.untouched(index, array)
+                    and _holds(p.dtype, DTYPES[file.dtype])
+                ):
                     dtype = file.dtype
                 prefix = "" if name.startswith(("lm_head.", "mtp.")) else "backbone."
                 self.tensors[name] = Tensor(
@@ -91,7 +96,7 @@ class Held(Source):
             if len(known) > 2:  # experts' up and down matrices alternate, so two parameters are kept
                 oldest = next(iter(self._host))[0]
                 self._host = {key: value for key, value in self._host.items() if key[0] != oldest}
-            array, layout = self.model.weights[index], self.model.parameters[index].layout
+            array, layout = self._weights[index], self.model.parameters[index].layout
             for shard in array.addressable_shards:
                 if layout.replicated or self._ranks[shard.device] == rank:
                     self._host[index, rank] = np.asarray(shard.data)
@@ -178,4 +183,4 @@ def _same_bytes(a: np.ndarray, b: np.ndarray) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     unsigned = f"u{a.dtype.itemsize}"
-    return bool(np.array_equal(np.ascontiguousarray(a).view(unsigned), np.ascontiguousarray(b).view(unsigned)))
+    return np.array_equal(np.ascontiguousarray(a).view(unsigned), np.ascontiguousarray(b).view(unsigned))

@@ -5,7 +5,6 @@ mapped file would count as this process's memory, and would end the process wher
 read.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -25,13 +24,6 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SEGMENT = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class FileTensor(Tensor):
-    """A tensor and where its bytes begin, counted from the beginning of its file."""
-
-    start: int = 0
-
-
 class Checkpoint(Source):
     """The tensors of a folder, by canonical name (the file's prefix taken off, ``embedding.`` read as ``embeddings.``).
 
@@ -39,8 +31,6 @@ class Checkpoint(Source):
       folder: the folder.
       metadata: the ``__metadata__`` of each file.
     """
-
-    tensors: dict[str, FileTensor]
 
     def __init__(self, folder: str | Path):
         """Read the headers, and nothing else.
@@ -122,7 +112,7 @@ class Checkpoint(Source):
         if hasattr(self, "_lock"):
             self.close()
 
-    def _pread(self, tensor: FileTensor, offset: int, out: np.ndarray) -> None:
+    def _pread(self, tensor: Tensor, offset: int, out: np.ndarray) -> None:
         """Fill ``out`` (contiguous) with the tensor's bytes from ``offset`` on."""
         view = memoryview(out.reshape(-1).view(np.uint8))
         position, descriptor = tensor.start + offset, self._descriptor(tensor.file)
@@ -166,7 +156,7 @@ class Checkpoint(Source):
 
 
 def _header(file: Path, faults: list[str]) -> dict[str, Any]:
-    """{tensor name: FileTensor} in the order of their bytes, and ``__metadata__``."""
+    """{tensor name: Tensor} in the order of their bytes, and ``__metadata__``."""
     try:
         with safe_open(file, framework="numpy"):  # the library's own checks of the header and of the file's length
             pass
@@ -183,7 +173,7 @@ def _header(file: Path, faults: list[str]) -> dict[str, Any]:
                     f"{file.name}: tensor {name} spans {end - begin} bytes, its shape and dtype need another number"
                 )
             else:
-                found[name] = FileTensor(name, entry["dtype"], tuple(entry["shape"]), file.name, 8 + size + begin)
+                found[name] = Tensor(name, entry["dtype"], tuple(entry["shape"]), file.name, 8 + size + begin)
         return found
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         faults.append(f"{file.name} cannot be read: {error}")

@@ -139,7 +139,7 @@ def _scheme(where: str, d: Mapping[str, Any]) -> Scheme | None:
                 f"{where}: {name} has weights of {weights}, accepted float of 8 bits, or of 4 in groups of {GROUP}"
             )
     if wrong := sizes - {None, GROUP, 0}:
-        raise UnknownScheme(f"{where}: found group_size {sorted(wrong)}, accepted {GROUP}")
+        raise UnknownScheme(f"{where}: found group_size {sorted(map(str, wrong))}, accepted {GROUP}")
     excluded = (*(d.get("exclude_modules") or ()), *(d.get("ignore") or ()))
     return Scheme(where, algorithm, layers, tuple(excluded))
 

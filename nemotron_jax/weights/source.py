@@ -40,12 +40,14 @@ class Tensor:
       dtype: safetensors' word for it.
       shape: as stored.
       file: name of the file that holds it, where there is one.
+      start: where its bytes begin there, counted from the beginning of the file.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: str = ""
+    start: int = 0
 
     @property
     def bytes(self) -> int:
