@@ -4,9 +4,9 @@ Under tensor parallelism each rank's convolution window holds its own part of x,
 several ranks need is there several times. Only this module knows how to undo that.
 """
 
-import jax
 import numpy as np
 
+from nemotron_jax import processes
 from nemotron_jax.cache import AttentionCache, Cache, MambaCache
 from nemotron_jax.runtime import NemotronH
 from nemotron_jax.sharding import Layout
@@ -70,13 +70,13 @@ def states(model: NemotronH, cache: Cache, tokens: int) -> dict[str, np.ndarray]
     found: dict[str, list[np.ndarray]] = {"conv": [], "ssm": [], "k": [], "v": []}
     for i, layer in enumerate(cache.layers):
         if isinstance(layer, MambaCache):
-            window = unpack(_layout(model, i, "conv"), np.asarray(jax.device_get(layer.conv)), 2)
+            window = unpack(_layout(model, i, "conv"), np.asarray(processes.host(layer.conv)), 2)
             found["conv"].append(np.moveaxis(window, 1, 2))
-            found["ssm"].append(np.asarray(jax.device_get(layer.ssm)))
+            found["ssm"].append(np.asarray(processes.host(layer.ssm)))
         elif isinstance(layer, AttentionCache):
             layout = _layout(model, i, "qkv")
             for name, buffer in (("k", layer.k), ("v", layer.v)):
-                filled = np.asarray(jax.device_get(buffer[:, :tokens]))
+                filled = np.asarray(processes.host(buffer[:, :tokens]))
                 heads = unpack(layout, filled, 2, (name,), model.config.head_dim)
                 found[name].append(np.moveaxis(heads, 1, 2))
     return {name: np.stack(values) for name, values in found.items() if values}

@@ -9,7 +9,10 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+
+from nemotron_jax import processes
 
 COMMANDS = {
     "generate": "text from prompts",
@@ -23,6 +26,8 @@ COMMANDS = {
     "selftest": "device, link and kernel check before a long run",
 }
 DONE, FAILED, BAD_INPUT = 0, 1, 2
+ONE_PROCESS = ("convert",)  # of several processes the first one runs these, and the others wait
+BAD = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,23 +49,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         sub = commands.add_parser(name, help=summary, description=modules[name].__doc__, allow_abbrev=False)
         sub.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else there")
         sub.add_argument("--verbose", "-v", action="store_true", help="log more, on stderr")
+        processes.add_arguments(sub)
         modules[name].add_arguments(sub)
     args = parser.parse_args(argv)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
-    logging.getLogger("nemotron_jax").setLevel(logging.INFO if args.verbose else logging.WARNING)
     try:
-        return modules[args.command].run(args)
-    except (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError) as error:
-        if args.verbose:
+        processes.join(processes.settings(args))
+        logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+        logging.getLogger("nemotron_jax").setLevel(logging.INFO if args.verbose else logging.WARNING)
+        if processes.active():
+            own = ("coordinator", "process_id", "local_devices")
+            processes.agree("command", {k: str(v) for k, v in vars(args).items() if k not in own})
+        alone = args.command in ONE_PROCESS and not processes.first()
+        status = DONE if alone else modules[args.command].run(args)
+        processes.leave()
+        return status
+    except BAD as error:
+        if args.verbose and not processes.active():
             raise
-        print(f"nemotron-jax {args.command}: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except BrokenPipeError:
+        return _ended(error, BAD_INPUT, f"nemotron-jax {args.command}: {error}")
+    except BrokenPipeError as error:
+        if processes.active():
+            processes.fail(error, DONE, "nobody reads the output any more")
         sys.stderr.close()
         return DONE
-    except KeyboardInterrupt:
-        print("nemotron-jax: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        return _ended(error, 130, "nemotron-jax: interrupted")
+    except BaseException as error:
+        if not processes.active():
+            raise
+        if isinstance(error, SystemExit):
+            return _ended(error, int(error.code or 0), "asked to end")
+        return _ended(error, FAILED, traceback.format_exc())
+
+
+def _ended(error: BaseException, status: int, text: str) -> int:
+    """Say what ended this process; with several, it ends here."""
+    if processes.active():
+        processes.fail(error, status, text.removeprefix("nemotron-jax: ").removeprefix("nemotron-jax "))
+    print(text, file=sys.stderr)
+    return status
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,18 +116,42 @@ def setup_devices(count: int) -> None:
     """
     import jax
 
-    if os.environ.get("JAX_PLATFORMS") == "cpu" or not _enough_gpus(count):
+    if processes.active():
+        _setup_shares(count)
+    elif os.environ.get("JAX_PLATFORMS") == "cpu" or not _enough_gpus(count):
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
         if count > 1:
             print(f"nemotron-jax: running on {count} virtual CPU devices", file=sys.stderr)
 
 
+def _setup_shares(count: int) -> None:
+    """The same for several processes: their GPUs, or virtual CPU devices, as many in each; all take the same kind."""
+    import jax
+
+    cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not _gpu_plugin() or not os.path.exists("/dev/nvidiactl")
+    processes.agree("devices", "cpu" if cpu else "gpu")
+    if not cpu:
+        return
+    share, rest = divmod(max(count, processes.count()), processes.count())
+    if rest:
+        raise ValueError(
+            f"devices: found {count} for {processes.count()} processes, accepted a multiple of the number of processes"
+        )
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", share)
+    print(f"nemotron-jax: running in {processes.count()} processes of {share} virtual CPU devices", file=sys.stderr)
+
+
+def _gpu_plugin() -> bool:
+    return any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
+
+
 def _enough_gpus(count: int) -> bool:
     """Whether JAX finds that many GPUs. Nothing is initialised on a machine whose jaxlib has no GPU plugin."""
     import jax
 
-    if not any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
+    if not _gpu_plugin():
         return False
     try:
         return len(jax.devices("gpu")) >= count
@@ -113,7 +164,32 @@ def build_mesh(args: argparse.Namespace):
     setup_devices(args.tensor_parallel * args.data_parallel)
     from nemotron_jax.sharding import make_mesh
 
+    if processes.active():
+        return _shared_mesh(args)
     return make_mesh(args.tensor_parallel, args.data_parallel)
+
+
+def _shared_mesh(args: argparse.Namespace):
+    """Over the devices of all processes; the degrees that come of it are put back into the options."""
+    import jax
+
+    from nemotron_jax.sharding import make_mesh
+    from pallas_kernels.allreduce_rms_norm import unreachable_reason
+
+    machines = processes.hosts()
+    args.tensor_parallel, args.data_parallel = processes.mesh_shape(
+        args.tensor_parallel, args.data_parallel, jax.device_count(), machines
+    )
+    mesh = make_mesh(args.tensor_parallel, args.data_parallel)
+    shape = f"data={args.data_parallel} x tensor={args.tensor_parallel}"
+    line = f"nemotron-jax: mesh {shape} over {len(machines)} processes on {len(set(machines))} machines"
+    rows = [{machines[d.process_index] for d in row} for row in mesh.devices]
+    if any(len(row) > 1 for row in rows):
+        line += "; sums over tensor go between machines"
+    if args.tensor_parallel > 1 and (reason := unreachable_reason(mesh)) is not None:
+        line += f"; sums go through XLA's collectives, not through kernels that use peers' memory: {reason}"
+    print(line, file=sys.stderr)
+    return mesh
 
 
 def device_names(mesh) -> list[str]:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from nemotron_jax import fusion
+from nemotron_jax import fusion, processes
 from nemotron_jax.cache import AttentionCache, Cache, CacheShapes, allocate, cache_shapes
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import Weight
@@ -540,7 +540,7 @@ class NemotronH:
             return cache
         longest = cache.longest
         if longest is None:  # built or changed outside: ask the device, once
-            longest = int(np.max(jax.device_get(cache.length), initial=0))
+            longest = int(np.max(processes.host(cache.length), initial=0))
             cache = dataclasses.replace(cache, longest=longest)
         if longest + tokens <= cache.capacity:
             return cache

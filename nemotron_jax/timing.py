@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from nemotron_jax import processes
 from nemotron_jax.cache import AttentionCache, Cache
 from nemotron_jax.generation.programs import empty, read_program, vocab_columns, write_program
 from nemotron_jax.generation.sampling import Sampling, controls
@@ -112,10 +113,10 @@ def decode(
     run = write_program(model, batch, capacity, steps[0])
     left = np.full(batch, steps[0], np.int32)
     holder = list(random_state(model, batch, capacity, context))
-    length = jax.device_get(holder[0].length)
+    length = processes.host(holder[0].length)
     # with one token left the same program stops every row after its first step, and keeps the logits behind it
     cache, logits, _, _ = run(*holder, None, np.ones(batch, np.int32), arguments)
-    first = np.asarray(jax.device_get(logits), np.float32)
+    first = np.asarray(processes.host(logits), np.float32)
     holder[:] = cache, logits
 
     def program(n):
@@ -146,7 +147,7 @@ def prefill(model: NemotronH, batch: int, tokens: int, repeats: int = 5) -> tupl
         jax.block_until_ready(holder[1])
 
     timing = repeat(call, repeats, warm=2)
-    return timing, np.asarray(jax.device_get(holder[1]), np.float32)
+    return timing, np.asarray(processes.host(holder[1]), np.float32)
 
 
 def decode_bytes(model: NemotronH, batch: int, context: int) -> int:

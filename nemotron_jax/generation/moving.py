@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import numpy as np
 
+from nemotron_jax import processes
 from nemotron_jax.cache import AttentionCache, Cache, MambaCache
 from nemotron_jax.cache_layout import unpack
 from nemotron_jax.runtime import NemotronH
@@ -44,7 +45,7 @@ def pack(
 def canonical(model: NemotronH, cache: Cache, logits: jax.Array, rows: int) -> dict[str, list]:
     """Host arrays of the first ``rows`` rows, the same at every degree: per block, lengths, logits of real ids."""
     layers: list[tuple[np.ndarray, ...] | None] = []
-    for i, layer in enumerate(jax.device_get(cache.layers)):
+    for i, layer in enumerate(processes.host(cache.layers)):
         if isinstance(layer, MambaCache):
             layers.append(
                 (unpack(_layout(model, i, "conv"), np.asarray(layer.conv), 2)[:rows], np.asarray(layer.ssm)[:rows])
@@ -61,8 +62,8 @@ def canonical(model: NemotronH, cache: Cache, logits: jax.Array, rows: int) -> d
             layers.append(None)
     return {
         "layers": layers,
-        "length": [np.asarray(jax.device_get(cache.length))[:rows]],
-        "logits": [np.asarray(jax.device_get(logits))[:rows, : model.config.vocab_size]],
+        "length": [np.asarray(processes.host(cache.length))[:rows]],
+        "logits": [np.asarray(processes.host(logits))[:rows, : model.config.vocab_size]],
     }
 
 

@@ -4,13 +4,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from nemotron_jax import compilation_cache
+from nemotron_jax import compilation_cache, processes
 from nemotron_jax.cache import Rows
 from nemotron_jax.generation import memory
 from nemotron_jax.generation.decoding import SMALLEST_PIECE, bucket, pieces
@@ -147,7 +146,7 @@ def _batch(model: NemotronH, rows: Sequence[Sequence[int]], most: int) -> list[t
             ids[i, : stop - start] = rows[i][start:stop]
             targets[i, : stop - start] = rows[i][start + 1 : stop + 1]
         cache, logprobs, greedy = score_program(model, len(rows), width, capacity)(ids, new, targets, cache)
-        logprobs, greedy = jax.device_get((logprobs, greedy))
+        logprobs, greedy = processes.host((logprobs, greedy))
         for i, n in enumerate(new):
             found[i].append((logprobs[i, :n], greedy[i, :n]))
     return [(np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs])) for pairs in found]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nemotron_jax import processes
 from nemotron_jax.cache_layout import states
 from nemotron_jax.parity.metrics import log_softmax, two_best
 from nemotron_jax.parity.reference import EXPERTS, STATES, STREAM
@@ -34,7 +35,7 @@ ALL = (
 
 def host(x: jax.Array, rows: int, dim: int = 0) -> np.ndarray:
     """The first ``rows`` rows on the host; narrow floats as float32, which holds them exactly."""
-    value = np.asarray(jax.device_get(x))
+    value = np.asarray(processes.host(x))
     if value.dtype == jnp.bfloat16 or value.dtype == np.float16:
         value = value.astype(np.float32)
     return value[(slice(None),) * dim + (slice(rows),)]
