@@ -26,11 +26,14 @@ class Rows:
       start: [batch] int32, tokens each row already has in the cache.
       new: [batch] int32, real new tokens of each row.
       valid: [batch, tokens] bool, or None when every token is real.
+      every: keep the recurrent states behind every token, not only behind the last: MambaCache leaves are then
+        [batch, tokens, ...]. For a few tokens of which some may be taken back.
     """
 
     start: jax.Array
     new: jax.Array
     valid: jax.Array | None
+    every: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

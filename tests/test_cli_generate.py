@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 def program(monkeypatch, capsys):
     """``main`` in this process, on the devices that are there; returns (status, stdout, stderr)."""
     monkeypatch.setattr(cli, "setup_devices", lambda count: None)
-    monkeypatch.setattr("nemotron_jax.load", lambda model, *, mesh, dtype, fusion: _loaded(mesh, fusion))
+    monkeypatch.setattr("nemotron_jax.load", lambda model, *, mesh, dtype, fusion, mtp=False: _loaded(mesh, fusion))
 
     def run(*argv):
         status = cli.main(list(map(str, argv)))
@@ -156,6 +156,7 @@ def test_prompt_files(tmp_path):
         (("--prompt", "x", "y", "--stream"), "--stream"),
         (("--prompt", "x", "--eos", 2, "--ignore-eos", "--logit-bias", "3"), "--eos and --ignore-eos.*--logit-bias"),
         (("--prompt", "x", "--top-k", 4), "greedy takes no filter"),
+        (("--prompt", "x", "--speculative-tokens", 2), "no multi-token-prediction layers"),
         (("--prompt", "x", "--temperature", -1, "--max-new-tokens", -2), "temperature.*max_new_tokens"),
         (("--prompt", "x", "--prompt", "y" * 9000), "prompt 1: found 9000 tokens, accepted 4096"),
         (("--prompt-file", "does/not/exist"), "does/not/exist"),

@@ -78,6 +78,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--logprobs", type=int, metavar="N", help="log-probabilities of chosen and N most probable tokens (with --json)"
     )
+    add(
+        "--speculative-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="guesses of the multi-token-prediction head per pass; the tokens are the same (default: 0)",
+    )
     add("--max-positions", type=int, metavar="N", help="longest prompt and answer together (default: the config's)")
 
 
@@ -105,7 +112,7 @@ def generator_settings(args: argparse.Namespace) -> dict[str, Any]:
         name: getattr(args, name)
         for name in (
             "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-            "logprobs", "max_positions",
+            "logprobs", "max_positions", "speculative_tokens",
         )
     }  # fmt: skip
     settings["stop"] = tuple(args.stop)
@@ -127,10 +134,11 @@ def run(args: argparse.Namespace) -> int:
     from nemotron_jax import load
     from nemotron_jax.generation import Generator
 
-    model = load(args.model, mesh=mesh, dtype=args.dtype, fusion=args.fusion)
+    model = load(args.model, mesh=mesh, dtype=args.dtype, fusion=args.fusion, mtp=args.speculative_tokens > 0)
     if args.stream:
         settings["steps_per_call"] = 8
     generator = Generator(model, **settings)
+    speculation = {}
     if args.prompt_file:
         batch = min(args.batch_size, len(prompts))
         outputs = from_file(args, generator, prompts, settings, batch)
@@ -139,13 +147,15 @@ def run(args: argparse.Namespace) -> int:
         if args.stream:
             completions = [print_stream(generator, args)]
         else:
-            completions = list(generator.generate(list(args.prompt), seed=args.seed))
+            completions = generator.generate(list(args.prompt), seed=args.seed)
+            speculation = {"proposed": completions.proposed, "accepted": completions.accepted}
         outputs = [record(p, c) for p, c in zip(prompts, completions, strict=True)]
     if args.json:
         rows = batch + -batch % args.data_parallel
         cli.print_json(
             {
                 "outputs": outputs,
+                **({"speculation": speculation} if args.speculative_tokens and speculation else {}),
                 "tensor_parallel": args.tensor_parallel,
                 "fusion": args.fusion,
                 "fused_boundaries": model.plan(rows, 1, generator.steps_per_call).fused_boundaries,

@@ -6,9 +6,12 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
+from nemotron_jax import processes
 from nemotron_jax.cache import Cache, MambaCache
+from nemotron_jax.generation import speculation
 from nemotron_jax.generation.programs import Written, read_program, vocab_columns, write_program
 from nemotron_jax.generation.sampling import IN_CONTEXT, Sampling, controls
+from nemotron_jax.generation.speculation import Draft
 from nemotron_jax.generation.state import Snapshot, restore
 from nemotron_jax.runtime import NemotronH
 
@@ -18,6 +21,11 @@ SMALLEST_PIECE = 16
 def bucket(n: int, smallest: int) -> int:
     """The power of two at or above ``n``, and at least ``smallest``: programs are compiled for these sizes only."""
     return max(smallest, 1 << max(0, n - 1).bit_length())
+
+
+def capacity_of(cache: Cache, draft: Draft | None) -> int:
+    """Slots for tokens, of the model or of its head."""
+    return max(cache.capacity or 0, draft.cache.capacity or 0 if draft is not None else 0)
 
 
 def pieces(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int]]]:
@@ -32,25 +40,35 @@ def pieces(lengths: Sequence[int], most: int) -> Iterator[list[tuple[int, int]]]
 
 
 def read(
-    model: NemotronH, cache: Cache, logits: jax.Array, rows: Sequence[Sequence[int]], most: int
-) -> tuple[Cache, jax.Array]:
-    """Let every row read its tokens (none: it stays as it is). The cache and the logits are taken.
+    model: NemotronH,
+    cache: Cache,
+    logits: jax.Array,
+    rows: Sequence[Sequence[int]],
+    most: int,
+    draft: Draft | None = None,
+) -> tuple[Cache, jax.Array, Draft | None]:
+    """Let every row read its tokens (none: it stays as it is). The cache, the logits and the draft are taken.
 
     Args:
       rows: new tokens of each row of the cache.
       most: longest piece.
+      draft: of a head that reads along.
     """
-    capacity = cache.capacity or 0
+    capacity = capacity_of(cache, draft)
     if not any(rows):
-        return cache, logits
+        return cache, logits, draft
     for spans in pieces([len(row) for row in rows], most):
         new = np.array([stop - start for start, stop in spans], np.int32)
         width = min(bucket(int(new.max(initial=0)), SMALLEST_PIECE), max(most, 1))
         ids = np.zeros((len(rows), width), np.int32)
         for i, (start, stop) in enumerate(spans):
             ids[i, : stop - start] = rows[i][start:stop]
-        cache, logits = read_program(model, len(rows), width, capacity)(ids, new, cache, logits)
-    return cache, logits
+        if draft is None:
+            cache, logits = read_program(model, len(rows), width, capacity)(ids, new, cache, logits)
+        else:
+            program = speculation.read_program(model, len(rows), width, capacity, draft.hidden.shape[1] - 1)
+            cache, logits, draft = program(ids, new, cache, logits, draft)
+    return cache, logits, draft
 
 
 @dataclasses.dataclass
@@ -61,6 +79,9 @@ class Decoding:
       cache, logits: on the device, behind ``tokens``.
       tokens: all tokens of each row so far, prompt and answer.
       left: [batch] int, tokens each row may still write; 0 where it has ended.
+      steps: tokens per chunk; with ``guesses`` as many rounds as write about so many.
+      guesses: of the multi-token-prediction head per round; ``draft`` is what it goes on from.
+      proposed, accepted: guesses so far, and how many of them stood.
     """
 
     model: NemotronH
@@ -75,6 +96,10 @@ class Decoding:
     steps: int
     longest_piece: int
     undo: bool = False
+    guesses: int = 0
+    draft: Draft | None = None
+    proposed: int = 0
+    accepted: int = 0
 
     def __post_init__(self):
         columns = vocab_columns(self.model)
@@ -87,19 +112,34 @@ class Decoding:
                 used[i, row] = IN_CONTEXT
             self.used = used
         self.controls = controls(self.sampling, self.seeds, self.eos, columns)
-        self.program = write_program(
-            self.model, len(self.tokens), self.cache.capacity or 0, self.steps, traits, self.logprobs
-        )
+        batch, capacity = len(self.tokens), capacity_of(self.cache, self.draft)
+        if self.draft is None:
+            self.program = write_program(self.model, batch, capacity, self.steps, traits, self.logprobs)
+        else:
+            rounds = max(1, self.steps // (self.guesses + 1))
+            self.program = speculation.write_program(
+                self.model, batch, capacity, rounds, self.guesses, traits, self.logprobs
+            )
         self._before: tuple[Snapshot, list[int]] | None = None
 
     def chunk(self) -> Written:
-        """Write up to ``steps`` tokens in each row that has not ended; host arrays. ``tokens`` and ``left`` follow."""
+        """Write further tokens in each row that has not ended; host arrays. ``tokens`` and ``left`` follow."""
         if self.undo:
             self._before = (self._snapshot(), [len(row) for row in self.tokens])
-        self.cache, self.logits, self.used, written = self.program(
-            self.cache, self.logits, self.used, np.minimum(self.left, self.steps).astype(np.int32), self.controls
-        )
-        written = jax.device_get(written)
+        left = self.left.astype(np.int32)
+        if self.draft is None:
+            self.cache, self.logits, self.used, written = self.program(
+                self.cache, self.logits, self.used, left, self.controls
+            )
+        else:
+            self.cache, self.logits, self.used, written, self.draft = self.program(
+                self.cache, self.logits, self.used, left, self.controls, self.draft
+            )
+        written = processes.host(written)
+        if self.draft is not None:
+            rounds = int(np.sum(written.tokens[:: self.guesses + 1] >= 0))
+            self.proposed += self.guesses * rounds
+            self.accepted += int(np.sum(written.tokens >= 0)) - rounds
         for i in np.flatnonzero(self.left):
             column = written.tokens[:, i]
             row = column[column >= 0].tolist()
@@ -124,7 +164,7 @@ class Decoding:
         if self._before is not None and any(again):
             back = np.array([bool(row) for row in again])
             self.cache = restore(self.cache, self._before[0], back)
-            self.cache, self.logits = read(self.model, self.cache, self.logits, again, self.longest_piece)
+            self.cache, self.logits, _ = read(self.model, self.cache, self.logits, again, self.longest_piece)
 
     def _snapshot(self) -> Snapshot:
         copy = jax.tree.map(

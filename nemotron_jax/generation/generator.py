@@ -14,6 +14,7 @@ from nemotron_jax.generation.programs import empty
 from nemotron_jax.generation.prompts import Prompt, as_batch, encode
 from nemotron_jax.generation.results import Answer, Generation, Piece
 from nemotron_jax.generation.sampling import Sampling
+from nemotron_jax.generation.speculation import empty_draft
 from nemotron_jax.generation.state import Snapshot, State
 from nemotron_jax.generation.stopping import RowText, check_eos, eos_of
 from nemotron_jax.generation.text import Tokenizer
@@ -36,7 +37,8 @@ class Generator:
     What compiles a program (each is kept by the model and, on disk, by the compilation cache):
       reading: number of rows, longest new prompt rounded up to a power of two (16 to ``prefill_chunk``), cache
         capacity;
-      writing: number of rows, cache capacity, steps per call, which of the sampling settings are in use, ``logprobs``.
+      writing: number of rows, cache capacity, steps per call, which of the sampling settings are in use, ``logprobs``,
+        ``speculative_tokens``.
     The cache capacity is the longest row with its new tokens, rounded up to a power of two. Changing a temperature,
     top_k, top_p, min_p, penalty, bias, seed, stop string or end token compiles nothing, unless it was not in use
     before.
@@ -50,6 +52,8 @@ class Generator:
         (``generation_config.json`` before ``config.json``).
       stop: texts that end an answer; they are cut off.
       logprobs: None, or n: log-probabilities of the chosen and the n most probable tokens.
+      speculative_tokens: guesses of the multi-token-prediction head per pass of the model (which must hold it:
+        ``mtp=True`` at load). The tokens are those of plain writing; it takes fewer passes where guesses stand.
       steps_per_call: tokens written between two looks of the host; also the grain of a stream.
       prefill_chunk: longest piece in which prompts are read; bounds the memory of activations.
       max_positions: longest row; default the config's max_position_embeddings. The family has no position embedding,
@@ -73,6 +77,7 @@ class Generator:
     steps_per_call: int = 32
     prefill_chunk: int = 2048
     max_positions: int | None = None
+    speculative_tokens: int = 0
 
     def __post_init__(self):
         if self.tokenizer is None:
@@ -80,7 +85,12 @@ class Generator:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         vocab = self.model.config.vocab_size
         faults = self.sampling.faults(vocab)
-        for name, least in (("max_new_tokens", 0), ("steps_per_call", 1), ("prefill_chunk", 1)):
+        for name, least in (
+            ("max_new_tokens", 0),
+            ("steps_per_call", 1),
+            ("prefill_chunk", 1),
+            ("speculative_tokens", 0),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or value < least:
                 faults.append(f"{name}: found {value!r}, accepted an integer of at least {least}")
@@ -92,6 +102,11 @@ class Generator:
             faults.append(f"stop: found {bad}, accepted texts of one character or more")
         elif self.stop and self.tokenizer is None:
             faults.append("stop: found texts, accepted none: this model has no tokenizer")
+        if self.speculative_tokens and not self.model.mtp:
+            faults.append(
+                f"speculative_tokens: found {self.speculative_tokens!r}, accepted 0: this model holds no "
+                "multi-token-prediction layers; load one that has them with mtp=True"
+            )
         try:
             _ = self.ends
         except ValueError as error:
@@ -143,8 +158,12 @@ class Generator:
         run = self.start(prompts, seed, state, keep_state, rows=rows)
         for _ in self.pieces(run):
             pass
+        if run.decoding.proposed:
+            logger.info("speculation: %d of %d guesses stood", run.decoding.accepted, run.decoding.proposed)
         completions = tuple(a.completion for a in run.answers if a.completion is not None)
-        return Generation(completions, self.state_of(run) if keep_state else None)
+        decoding = run.decoding
+        state = self.state_of(run) if keep_state else None
+        return Generation(completions, state, decoding.proposed, decoding.accepted)
 
     def stream(
         self,
@@ -215,7 +234,7 @@ class Generator:
 
         batch = max(len(given), rows or 0)
         batch += -batch % axis_size(model.mesh, DATA)
-        needed = max(len(row) + int(n) for row, n in zip(tokens, left, strict=True))
+        needed = max(len(row) + int(n) for row, n in zip(tokens, left, strict=True)) + self.speculative_tokens
         capacity = bucket(needed, MIN_CAPACITY)
         padding = batch - len(given)
         if state is not None:
@@ -224,7 +243,10 @@ class Generator:
             capacity = max(capacity, state.cache.capacity or 0)
         memory.check(model, batch, capacity, min(self.prefill_chunk, max(map(len, new))))
         cache, logits = empty(model, batch, capacity) if state is None else state.own(capacity)
-        cache, logits = read(model, cache, logits, [*new, *[[]] * padding], self.prefill_chunk)
+        draft = None
+        if self.speculative_tokens and new_tokens:
+            draft = empty_draft(model, batch, capacity, self.speculative_tokens)
+        cache, logits, draft = read(model, cache, logits, [*new, *[[]] * padding], self.prefill_chunk, draft)
         decoding = Decoding(
             model=model,
             cache=cache,
@@ -238,6 +260,8 @@ class Generator:
             steps=min(self.steps_per_call, bucket(int(left.max()), 1)),
             longest_piece=self.prefill_chunk,
             undo=keep_state and bool(self.stop),
+            guesses=self.speculative_tokens,
+            draft=draft,
         )
         answers = [
             Answer(

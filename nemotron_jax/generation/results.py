@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
+
 from nemotron_jax.generation.programs import Written
 from nemotron_jax.generation.prompts import Prompt
 from nemotron_jax.generation.state import State
@@ -70,10 +72,13 @@ class Generation(Sequence):
 
     Attributes:
       state: behind prompts and answers, with ``keep_state=True``.
+      proposed, accepted: with ``speculative_tokens``, guesses of the multi-token-prediction head, and those that stood.
     """
 
     completions: tuple[Completion, ...]
     state: State | None = None
+    proposed: int = 0
+    accepted: int = 0
 
     def __getitem__(self, index):
         return self.completions[index]
@@ -142,7 +147,8 @@ class Answer:
 def _details(chunk: Written, row: int, tokens: Sequence[int]) -> list[TokenLogprob]:
     found = []
     assert chunk.logprobs is not None
-    for step, token in enumerate(tokens):
+    steps = np.flatnonzero(np.asarray(chunk.tokens)[:, row] >= 0)  # a guess that did not stand leaves a gap
+    for step, token in zip(steps, tokens, strict=False):
         top: tuple[tuple[int, float], ...] = ()
         if chunk.top_ids is not None and chunk.top_logprobs is not None:
             ids, values = chunk.top_ids[step, row].tolist(), chunk.top_logprobs[step, row].tolist()

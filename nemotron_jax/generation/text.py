@@ -108,12 +108,12 @@ class Tokenizer:
         def refuse(message):
             raise jinja2.TemplateError(message)
 
-        environment.globals["raise_exception"] = refuse
         names = {n: self.special(n) or "" for n in ("bos_token", "eos_token", "pad_token", "unk_token")}
         try:
             return environment.from_string(self.chat_template).render(
                 messages=list(messages),
                 add_generation_prompt=add_generation_prompt,
+                raise_exception=refuse,
                 tools=None,
                 **{**names, **variables},
             )

@@ -97,14 +97,17 @@ class Mamba(nnx.Module):
         d = self.D[...].reshape(g, m // g)
         state = None if cache is None else cache.ssm.reshape(b, g, m // g, p, e)
         with jax.named_scope("ssm"):
-            if t == 1:
+            if rows.every:
+                y, state = every_step(x, dt, a, b_in, c_in, d, state)
+            elif t == 1:
                 y, state = step(x, dt, a, b_in, c_in, d, state)
             else:
                 y, state = chunk_scan(x, dt, a, b_in, c_in, d, state, min(self.chunk_size, max(t, 1)))
         with jax.named_scope("gated_norm"):
             y = self.gated_norm(y.reshape(b, t, inner), z).astype(u.dtype)
         dtype = jnp.float32 if cache is None else cache.ssm.dtype
-        new = MambaCache(conv, state.reshape(b, m, p, e).astype(dtype))
+        behind = (b, t) if rows.every else (b,)
+        new = MambaCache(conv, state.reshape(*behind, m, p, e).astype(dtype))
         return project(y, self.out[...], None if self.out_bias is None else self.out_bias[...]), new
 
     def time_step(self, dt: Float[Array, "batch tokens heads"], rows: Rows) -> Float[Array, "batch tokens heads"]:
@@ -145,7 +148,8 @@ def causal_conv(
       window: [batch, kernel - 1, channels] raw inputs before x (None: zeros).
 
     Returns:
-      ([batch, tokens, channels] in x's dtype, the window behind the last real token of each row).
+      ([batch, tokens, channels] in x's dtype, the window behind the last real token of each row; with ``rows.every``
+      [batch, tokens, kernel - 1, channels], behind each token).
     """
     b, t, channels = x.shape
     kernel = w.shape[-1]
@@ -156,7 +160,9 @@ def causal_conv(
     y = sum(inputs[:, k : k + t].astype(jnp.float32) * taps[:, k] for k in range(kernel))
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    if rows.valid is None:
+    if rows.every:
+        window = jnp.stack([inputs[:, i + 1 : i + kernel] for i in range(t)], axis=1)
+    elif rows.valid is None:
         window = inputs[:, t:]
     else:
         index = rows.new[:, None] + jnp.arange(kernel - 1, dtype=jnp.int32)
@@ -185,6 +191,21 @@ def step(x, dt, a, b_in, c_in, d, state):
         new = state.astype(jnp.float32) * jnp.exp(dt * a)[..., None, None] + new
     y = jnp.sum(new * c_in[:, :, None, None, :], -1) + d[..., None] * x
     return y[:, None], new
+
+
+def every_step(x, dt, a, b_in, c_in, d, state):
+    """A few tokens one by one, by :func:`step`, with the state behind each of them.
+
+    Returns:
+      (y [b, t, g, r, p] float32, states [b, t, g, r, p, e] float32).
+    """
+    found, states = [], []
+    for i in range(x.shape[1]):
+        here = slice(i, i + 1)
+        y, state = step(x[:, here], dt[:, here], a, b_in[:, here], c_in[:, here], d, state)
+        found.append(y)
+        states.append(state)
+    return jnp.concatenate(found, axis=1), jnp.stack(states, axis=1)
 
 
 def chunk_scan(x, dt, a, b_in, c_in, d, state, chunk: int):
