@@ -256,10 +256,10 @@ def draft(network: Network, hidden, next_ids, mask, cache: Cache, plan: FusionPl
     if order is not None:
         next_ids = jnp.take_along_axis(next_ids, order, axis=1)
         hidden = jnp.take_along_axis(hidden, order[..., None], axis=1)
-    x, cache = network.draft(hidden, next_ids, cache, rows, plan, step=step, state=state)
+    x, behind = network.draft(hidden, next_ids, cache, rows, plan, step=step, state=state)
     if order is not None:
         x = jnp.take_along_axis(x, jnp.argsort(order, axis=1)[..., None], axis=1)
-    return network.logits(x), x, cache
+    return network.logits(x), x, behind
 
 
 def forward_mtp(network: Network, ids, mask, plan: FusionPlan, mtp_plans: Sequence[FusionPlan], *, state=None):

@@ -80,6 +80,23 @@ class ParameterInfo:
         return int(np.prod(self.layout.local_shape, dtype=np.int64)) * jnp.dtype(self.dtype).itemsize
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled function of a model's weights, its ``flags`` buffers and more arguments; called with these alone."""
+
+    model: "NemotronH"
+    program: Any
+    flags: Any
+
+    def __call__(self, *args: Any) -> Any:
+        return self.program(self.model._weights(), self.flags, *args)
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """The program before compilation; shapes are enough, for the weights too."""
+        weights = self.model.abstract_weights() if self.model.weights is None else self.model.weights
+        return self.program.lower(weights, self.flags, *args)
+
+
 class NemotronH:
     """A Nemotron-H model over a ``data`` x ``tensor`` mesh.
 
@@ -267,8 +284,9 @@ class NemotronH:
         """The checkpoint's tokenizer; None where the model came without one."""
         from nemotron_jax.generation.text import Tokenizer  # generation builds on this module
 
-        has_one = self.folder is not None and (self.folder / "tokenizer.json").is_file()
-        return Tokenizer(self.folder) if has_one else None
+        if self.folder is None or not (self.folder / "tokenizer.json").is_file():
+            return None
+        return Tokenizer(self.folder)
 
     def generate(self, prompts: Any, *, seed: "int | Sequence[int]" = 0, **settings: Any) -> "Generation":
         """Write an answer to each prompt: ``Generator(self, **settings).generate(prompts, seed=seed)``."""
@@ -279,7 +297,7 @@ class NemotronH:
     # ------------------------------------------------------------------------------------------- programs
     def compile(
         self, local: Callable, in_specs: Sequence[Any], out_specs: Any, *, flags: Any = None, donate: Sequence[int] = ()
-    ) -> Callable:
+    ) -> "Program":
         """``local(network, state, *args)`` as a program over the mesh.
 
         Args:
@@ -289,7 +307,7 @@ class NemotronH:
           donate: indices of args whose buffers the program may take.
 
         Returns:
-          A function of args alone. Its ``lower(*args)`` gives the program before compilation.
+          A function of args alone; its ``lower(*args)`` gives the program before compilation.
         """
 
         def entry(weights, state, *args):
@@ -307,16 +325,7 @@ class NemotronH:
             donate_argnums=tuple(i + 2 for i in donate),
         )
 
-        def call(*args):
-            return program(self._weights(), flags, *args)
-
-        def lower(*args):
-            weights = self.abstract_weights() if self.weights is None else self.weights
-            return program.lower(weights, flags, *args)
-
-        call.lower = lower
-        call.program = program
-        return call
+        return Program(self, program, flags)
 
     def flags_state(self, plan: "fusion.FusionPlan", local_tokens: int) -> Any:
         """Persistent buffers for the boundaries that run ``flags``, shared by all programs of this model; None if there
@@ -536,15 +545,16 @@ class NemotronH:
             return self.new_cache(batch, max(MIN_CAPACITY, 1 << max(0, tokens - 1).bit_length()))
         if cache.batch != batch:
             raise ValueError(f"cache: found {cache.batch} rows, accepted {batch}, as many as ids")
-        if cache.capacity is None:
+        capacity = cache.capacity
+        if capacity is None:
             return cache
         longest = cache.longest
         if longest is None:  # built or changed outside: ask the device, once
             longest = int(np.max(processes.host(cache.length), initial=0))
             cache = dataclasses.replace(cache, longest=longest)
-        if longest + tokens <= cache.capacity:
+        if longest + tokens <= capacity:
             return cache
-        return self.grow(cache, max(2 * cache.capacity, 1 << (longest + tokens - 1).bit_length()))
+        return self.grow(cache, max(2 * capacity, 1 << (longest + tokens - 1).bit_length()))
 
     def grow(self, cache: Cache, capacity: int) -> Cache:
         """The same state with room for ``capacity`` tokens."""

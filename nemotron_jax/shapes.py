@@ -78,7 +78,8 @@ def _under(prefix: str, shapes: dict[str, Shape]) -> dict[str, Shape]:
 
 
 def _linear(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape]:
-    return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
+    shapes: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    return shapes | ({f"{name}.bias": (outputs,)} if bias else {})
 
 
 def _mamba(config: NemotronHConfig) -> dict[str, Shape]:

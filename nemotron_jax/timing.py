@@ -123,9 +123,9 @@ def decode(
         def call():
             holder[0] = dataclasses.replace(holder[0], length=jax.device_put(length, holder[0].length.sharding))
             for _ in range(n // steps[0]):
-                cache, logits, _, written = run(*holder, None, left, arguments)
+                cache, logits, _, _ = run(*holder, None, left, arguments)
                 holder[:] = cache, logits
-            jax.block_until_ready(written.tokens)
+            jax.block_until_ready(holder)
 
         return call
 
@@ -163,7 +163,7 @@ def decode_bytes(model: NemotronH, batch: int, context: int) -> int:
         size = p.bytes_per_device
         if p.path[0] == "embeddings" and not config.tie_word_embeddings:
             continue
-        layer = config.layer(p.path[1]) if p.path[0] == "layers" else config
+        layer = config.layer(int(p.path[1])) if p.path[0] == "layers" else config
         if p.path[-1] in ("up", "down") and len(p.layout.shape) == 3:
             size = size * min(layer.n_routed_experts, batch * layer.num_experts_per_tok) // layer.n_routed_experts
         total += size
@@ -190,7 +190,7 @@ def prefill_flops(model: NemotronH, batch: int, tokens: int) -> int:
         if len(p.layout.shape) == 3:
             if p.path[-1] not in ("up", "down"):
                 continue
-            layer = config.layer(p.path[1])
+            layer = config.layer(int(p.path[1]))
             size = size * layer.num_experts_per_tok // layer.n_routed_experts
         total += 2 * size * tokens
     heads = config.num_attention_heads // (model.axis.size if model.rules.q_heads else 1)

@@ -98,7 +98,7 @@ def _run_model(args: argparse.Namespace, name: str | None, reference):
         inputs, wanted = dict(reference.arrays), set(reference.arrays)
         found = record(model, inputs, wanted)
     else:
-        inputs = random_inputs(model.config.vocab_size, *args.random, args.seed)
+        inputs = random_inputs(model.config.vocab_size, args.random[0], args.random[1], args.seed)
         found = record(model, inputs, new_tokens=args.new_tokens)
     report = describe(model, inputs) if "ids" in inputs else {}
     return found, report, cli.device_names(mesh)

@@ -91,7 +91,7 @@ def record(
         if "pad_greedy_logits" in wanted:
             found |= _greedy(model, out, ids, mask, inputs.get("pad_greedy"), n, "pad_")
     if "heldout_nats" in wanted and "heldout_ids" in found:
-        found["heldout_nats"] = np.float64(heldout_loss(model, found["heldout_ids"]))
+        found["heldout_nats"] = np.asarray(heldout_loss(model, found["heldout_ids"]), np.float64)
     return {name: value for name, value in found.items() if name not in ALL or name in wanted}
 
 
@@ -185,5 +185,6 @@ def save_run(path: str | Path, arrays: Mapping[str, np.ndarray], report: Mapping
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
-        np.savez_compressed(file, **arrays, report=np.asarray(json.dumps(dict(report))))
+        everything: dict[str, Any] = {**arrays, "report": np.asarray(json.dumps(dict(report)))}
+        np.savez_compressed(file, **everything)
     partial.replace(path)

@@ -89,8 +89,9 @@ def plot(comparison: Comparison, path: str | Path) -> None:
     axes = figure.subplots()
     floor = 1e-12  # a logarithmic axis has no zero
     x = [row.layer for row in rows]
-    axes.semilogy(x, [max(row.stream.relative_rms, floor) for row in rows], "o-", label="relative rms", markersize=4)
-    axes.semilogy(x, [max(row.stream.max_abs, floor) for row in rows], "s--", label="largest difference", markersize=4)
+    streams = [row.stream for row in rows if row.stream is not None]
+    axes.semilogy(x, [max(d.relative_rms, floor) for d in streams], "o-", label="relative rms", markersize=4)
+    axes.semilogy(x, [max(d.max_abs, floor) for d in streams], "s--", label="largest difference", markersize=4)
     if comparison.tolerance is not None:
         axes.axhline(comparison.tolerance, color="black", linewidth=0.8, linestyle=":", label="tolerance")
     letters = {"embedding": "emb", "final norm": "norm"}

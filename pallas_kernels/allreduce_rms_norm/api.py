@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ class _Call:
 def allreduce_rms_norm(
     partial: Float[Array, "*tokens hidden"],
     residual: Float[Array, "*tokens hidden"],
-    weight: Float[Array, "hidden"],
+    weight: Float[Array, " hidden"],
     *,
     axis_name: str,
     eps: float,
@@ -101,7 +102,7 @@ def allreduce_rms_norm(
         axis_name,
         world,
         float(eps),
-        bool(unit_offset),
+        unit_offset,
         jnp.dtype(partial.dtype if out_dtype is None else out_dtype),
         max_blocks,
         varying,
@@ -174,7 +175,7 @@ def _batchable(call: _Call):
 @functools.partial(jax.jit, static_argnums=0)
 def _run(call: _Call, partial, residual, weight, state):
     # A jitted function of its own: the layers of a model that make the same call share one trace and one lowering.
-    kwargs = dict(eps=call.eps, unit_offset=call.unit_offset, out_dtype=call.out_dtype)
+    kwargs: dict[str, Any] = dict(eps=call.eps, unit_offset=call.unit_offset, out_dtype=call.out_dtype)
     if call.world == 1:
         if call.axis_name in _varying(partial):
             partial = lax.psum(partial, call.axis_name)  # changes the type only; specs P() on such an axis avoid it

@@ -64,6 +64,11 @@ def nccl_version() -> int | None:
         return None
 
 
+def _spelled(version: int) -> str:
+    """23203 -> 2.32.3"""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
 def _local_answer(mesh: Mesh) -> str | None:
     if mesh.devices.flat[0].platform not in ("gpu", "cuda"):
         return f"the mesh is made of {mesh.devices.flat[0].platform} devices"

@@ -11,7 +11,7 @@ from pallas_kernels.rms_norm.windows import DTYPES
 def rms_norm(
     x: Float[Array, "*tokens hidden"],
     residual: Float[Array, "*tokens hidden"] | None,
-    weight: Float[Array, "hidden"],
+    weight: Float[Array, " hidden"],
     *,
     eps: float,
     unit_offset: bool = False,
