@@ -346,8 +346,9 @@ def measured_entry(**changes):
     base = {"model": "m", "dtype": "bfloat16", "data": 1, "tensor": 2, "plan": "none", "rules": {}, "what": "decode",
             "batch": 1, "tokens": 8, "status": "done", "ms": 2.0, "times_mean_something": True,
             "predicted": {"ms": 2.5}, "share_of_floor": 0.5,
-            "collectives": {"all-reduce": 3}, "collective_bytes": {"all-reduce": 4000}, "kernels": {}, "weight_bytes": 2e9,
-            "cache_bytes": {"kv": 1e9}, "memory": {"temp": 5e6}, "compile_seconds": 1.0}  # fmt: skip
+            "collectives": {"all-reduce": 3}, "collective_bytes": {"all-reduce": 4000}, "kernels": {},
+            "weight_bytes": 2e9, "cache_bytes": {"kv": 1e9}, "memory": {"temp": 5e6},
+            "compile_seconds": 1.0}  # fmt: skip
     return base | changes
 
 
