@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ended(error: BaseException, status: int, text: str) -> int:
     """Say what ended this process; with several, it ends here."""
     if processes.active():
-        processes.fail(error, status, text.removeprefix("nemotron-jax: ").removeprefix("nemotron-jax "))
+        processes.fail(error, status, text)
     print(text, file=sys.stderr)
     return status
 

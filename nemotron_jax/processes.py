@@ -295,7 +295,8 @@ def _shown(value: Any, other: Any) -> str:
 
 def agree_on_content(what: str, content: Any) -> None:
     """The same for something long: a digest of its JSON is compared."""
-    agree(what, hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16])
+    if _watch is not None:
+        agree(what, hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16])
 
 
 def host(tree: Any) -> Any:
@@ -536,7 +537,8 @@ class _Watch:
         with self._ending:  # the first reason is the one
             if text:
                 with contextlib.suppress(OSError):
-                    os.write(2, f"nemotron-jax: {text.rstrip()}\n".encode())
+                    line = text.rstrip() if text.startswith("nemotron-jax") else f"nemotron-jax: {text.rstrip()}"
+                    os.write(2, f"{line}\n".encode())
             if self.index == 0:  # the store is in this process: the others read why before it goes
                 limit = time.monotonic() + 2 * PARTING
                 while time.monotonic() < limit and any(

@@ -95,7 +95,14 @@ def make_mesh(tensor: int = 1, data: int = 1, devices: Sequence[jax.Device] | No
     devices = list(jax.devices() if devices is None else devices)
     if tensor < 1 or data < 1 or tensor * data > len(devices):
         raise ValueError(f"mesh data={data} x tensor={tensor} needs {data * tensor} devices, found {len(devices)}")
-    grid = np.array(devices[: data * tensor], dtype=object).reshape(data, tensor)
+    chosen = devices[: data * tensor]
+    idle = {d.process_index for d in devices} - {d.process_index for d in chosen}
+    if idle and jax.process_count() > 1:
+        raise ValueError(
+            f"mesh data={data} x tensor={tensor} leaves processes {sorted(idle)} without a device; accepted a mesh in "
+            f"which every process has a part of the {len(devices)} devices"
+        )
+    grid = np.array(chosen, dtype=object).reshape(data, tensor)
     return Mesh(grid, (DATA, TENSOR))
 
 

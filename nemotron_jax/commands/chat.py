@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from nemotron_jax import cli
+from nemotron_jax import cli, processes
 from nemotron_jax.commands.generate import add_sampling_arguments, generator_settings, record
 
 
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
             "nemotron-jax chat: no chat template in this checkpoint: the model goes on with your text", file=sys.stderr
         )
     turns = []
-    while (text := _ask()) is not None:
+    while (text := processes.from_first(_ask)) is not None:
         for piece in conversation.say(text, seed=args.seed + conversation.turns):
             if not args.json:
                 print(piece.text, end="", flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemotron_jax import cli
+from nemotron_jax import cli, processes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,11 +62,14 @@ def run(args: argparse.Namespace) -> int:
     reference = (
         None if reference_name is None else read_reference(reference_name, args.variant)
     )  # before anything is loaded
+    if reference is not None:
+        ids = {name: array.tolist() for name, array in reference.arrays.items() if "ids" in name}
+        processes.agree_on_content("the reference's inputs", ids)
     saved = model_name is not None and str(model_name).endswith(".npz")
     if saved and args.save is not None:
         raise ValueError(f"--save: {model_name} is a saved run already")
     found, report, devices = _load_run(model_name, args.variant) if saved else _run_model(args, model_name, reference)
-    if args.save is not None:
+    if args.save is not None and processes.first():
         from nemotron_jax.parity import save_run
 
         save_run(args.save, found, report)
@@ -119,7 +122,7 @@ def _compare(args: argparse.Namespace, found, reference, report: dict, devices: 
     from nemotron_jax.parity.report import plot, text
 
     comparison = compare_arrays(found, reference, report, tolerance=args.tolerance)
-    if args.plot is not None:
+    if args.plot is not None and processes.first():
         plot(comparison, args.plot)
     if args.json:
         mesh = report.get("mesh", {})

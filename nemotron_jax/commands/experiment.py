@@ -6,9 +6,12 @@ Exit status 1: a run failed or its results were wrong (a refused one has its rea
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
-from nemotron_jax import cli
+from nemotron_jax import cli, processes
+
+RESULTS = "results.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +46,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"nemotron-jax: {one.title()}", file=sys.stderr, flush=True)
         return execute(one)
 
-    entries = run_all(runs, args.out, announced)
-    text = table(entries)
-    (args.out / "results.md").write_text(text, encoding="utf-8")
-    written = plots(entries, args.out)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = args.out
+        held = processes.from_first(lambda: (out / RESULTS).read_text("utf-8") if (out / RESULTS).exists() else None)
+        if not processes.first():  # the first process keeps the results; the others go through the same runs
+            out = Path(scratch)
+            if held is not None:
+                (out / RESULTS).write_text(held, encoding="utf-8")
+        entries = run_all(runs, out, announced)
+        text = table(entries)
+        (out / "results.md").write_text(text, encoding="utf-8")
+        written = plots(entries, out)
     if args.json:
         import jax
 

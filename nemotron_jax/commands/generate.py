@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from nemotron_jax import cli
+from nemotron_jax import cli, processes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
     from nemotron_jax.generation.prompt_files import FilePrompt, read_prompts
 
     prompts = [FilePrompt(p) for p in args.prompt] if args.prompt else read_prompts(args.prompt_file)
+    processes.agree_on_content("prompts", [dataclasses.astuple(p) for p in prompts])
     mesh = cli.build_mesh(args)
     from nemotron_jax import load
     from nemotron_jax.generation import Generator
@@ -211,9 +213,12 @@ def from_file(
     generator.encode([p.prompt for p in prompts])  # a fault of the last prompt is said before the first one runs
     outputs: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        answers = stack.enter_context(Answers(args.output, name, prompts)) if args.output else None
-        if answers and answers.done:
-            outputs += [{k: v for k, v in a.items() if k != "settings"} for a in answers.done]
+        writes = args.output and processes.first()
+        answers = stack.enter_context(Answers(args.output, name, prompts)) if writes else None
+        known = processes.from_first(lambda: len(answers.done) if answers else 0)
+        if known:
+            done = answers.done if answers else [{}] * known  # only the first process prints them
+            outputs += [{k: v for k, v in a.items() if k != "settings"} for a in done]
             print(f"nemotron-jax generate: {len(outputs)} answers are there already", file=sys.stderr)
         bar = stack.enter_context(
             tqdm(total=len(prompts), initial=len(outputs), unit="prompt", file=sys.stderr, disable=None)

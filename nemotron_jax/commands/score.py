@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemotron_jax import cli
+from nemotron_jax import cli, processes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     documents = read_documents(args.file)
+    processes.agree_on_content("texts", documents)
     mesh = cli.build_mesh(args)
     from tqdm import tqdm
 
