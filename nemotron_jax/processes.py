@@ -167,7 +167,7 @@ def join(how: Settings | None) -> None:
     state = distributed.global_state
     if state.num_processes == 1:
         return
-    undertaker = _Undertaker(state.coordinator_address) if state.process_id else None
+    undertaker = _Undertaker(state.process_id, state.coordinator_address) if state.process_id else None
     _quiet_output(state.process_id)
     _watch = _Watch(state.client, state.process_id, state.num_processes, how, undertaker)
     sys.excepthook = lambda kind, error, trace: fail(error, 1, "".join(traceback.format_exception(error)))
@@ -365,8 +365,8 @@ if not said:
         print(f"nemotron-jax: {name} ended since process 0 is gone: nobody answers at {address}", file=sys.stderr)
 """
 
-    def __init__(self, coordinator: str):
-        name = f"a process on {socket.gethostname()} (pid {os.getpid()})"
+    def __init__(self, index: int, coordinator: str):
+        name = f"process {index} (host {socket.gethostname()}, pid {os.getpid()})"
         self._child = subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", self.CODE, name, coordinator],
             stdin=subprocess.PIPE,
@@ -473,7 +473,7 @@ class _Watch:
             if asked and now - asked > PARTING:  # the main thread did not take it: it waits for the others
                 self.end(f"{self.names[self.index]} was asked to end", 128 + self._asked)
             if silent > self.limit:
-                self.end(f"{self.names[0]} is lost: it has not answered for {silent:.0f} s", LOST)
+                self._exit(f"{self.names[0]} is lost: it has not answered for {silent:.0f} s", LOST)
             ends = {i: json.loads(v) for i, v in self._ends.items() if i != self.index}
             self._finished = {i for i, e in ends.items() if e["status"] == 0}
             failed = {i: e for i, e in ends.items() if e["status"] != 0}
