@@ -45,7 +45,7 @@ def environment(index: int, count: int, port: int, devices: list[str] | None, nc
         env["JAX_PLATFORMS"] = "cpu"
         return env
     env["NEMOTRON_JAX_LOCAL_DEVICES"] = devices[index].replace("+", ",")
-    # NVLink multicast does not work with several processes in a container without its own IMEX channel.
+    # NVLink multicast stays off, as in launch_ranks.py.
     env |= {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
     sharing = devices.count(devices[index])
     if sharing > 1:
@@ -58,8 +58,9 @@ def environment(index: int, count: int, port: int, devices: list[str] | None, nc
     return env
 
 
-def die_with_parent() -> None:
-    """In the child: it ends when this launcher does, however that happens."""
+def prepare() -> None:
+    """In the child: it ends when this launcher does, however that happens; Ctrl-C works though a shell may ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -127,7 +128,7 @@ def run(command: list[str], count: int, devices: list[str] | None, limit: float 
                     text=True,
                     errors="replace",
                     start_new_session=True,
-                    preexec_fn=die_with_parent,
+                    preexec_fn=prepare,
                     **own,
                 )
             )
