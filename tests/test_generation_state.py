@@ -167,9 +167,9 @@ def test_a_conversation_only_appends(template, monkeypatch, count_case):
     chat = Generator(model, tokenizer=WithTemplate(template), eos=2, max_new_tokens=6)
     read, amounts = generator_module.read, []
 
-    def counted(model, cache, logits, rows, most):
+    def counted(model, cache, logits, rows, most, draft):
         amounts.append(sum(map(len, rows)))
-        return read(model, cache, logits, rows, most)
+        return read(model, cache, logits, rows, most, draft)
 
     monkeypatch.setattr(generator_module, "read", counted)
     conversation = Conversation(chat, system="Be brief." if template else None)

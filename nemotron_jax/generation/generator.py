@@ -208,7 +208,7 @@ class Generator:
         if prompts is not None:
             given = as_batch(prompts)
         elif state is not None:
-            given = [""] * len(state)
+            given = [[] for _ in state.tokens]
         else:
             raise ValueError("prompts: found none, accepted one or more, or a state to continue")
         if not given:

@@ -24,6 +24,7 @@ from nemotron_jax.generation.sampling import (
 )
 from nemotron_jax.runtime import NemotronH
 from nemotron_jax.sharding import DATA, axis_size, padded_vocab
+from pallas_kernels import selection
 
 GREEDY = Traits()
 
@@ -51,8 +52,8 @@ def vocab_columns(model: NemotronH) -> int:
 
 
 def kept(model: NemotronH, key: tuple, make: Callable[[], Callable]) -> Callable:
-    """The program that ``make`` builds, made once per model, key and fusion plan."""
-    key = ("generation", *key, model.fusion)
+    """The program that ``make`` builds, made once per model, key, fusion plan and choice of kernels."""
+    key = ("generation", *key, model.fusion, selection.allowed())
     if key not in model._programs:
         model._programs[key] = make()
     return model._programs[key]
