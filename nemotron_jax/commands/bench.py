@@ -8,6 +8,7 @@ with those of the unfused plan; a plan that differs gets no time.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -24,6 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
         "--plans", nargs="+", metavar="PLAN", help="fusion plans to time side by side (default: --fusion)"
+    )
+    parser.add_argument(
+        "--kernels",
+        nargs="+",
+        default=["auto"],
+        metavar="KERNELS",
+        help="settings of PALLAS_KERNELS to time side by side: auto, none, or names with commas (default: auto)",
     )
     parser.add_argument("--batch", type=positive, nargs="+", default=[1], metavar="N")
     parser.add_argument(
@@ -46,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     import numpy as np
 
     from nemotron_jax import timing
+    from pallas_kernels import selection
 
     result: dict = {
         "what": args.what,
@@ -63,15 +72,19 @@ def run(args: argparse.Namespace) -> int:
     for batch in args.batch:
         for size in args.context if args.what == "decode" else args.tokens:
             expected = None
-            for plan in dict.fromkeys(["none", *(args.plans or [args.fusion])] if model.axis.size > 1 else ["none"]):
+            plans = ["none", *(args.plans or [args.fusion])] if model.axis.size > 1 else ["none"]
+            for plan, kernels in dict.fromkeys([("none", "none"), *itertools.product(plans, args.kernels)]):
                 model.fusion = plan
                 resolved = model.plan(batch, *((1, args.steps[0]) if args.what == "decode" else (size,)))
+                with selection.use(kernels):
+                    if args.what == "decode":
+                        time, logits = timing.decode(model, batch, size, tuple(args.steps), args.repeats)
+                    else:
+                        time, logits = timing.prefill(model, batch, size, args.repeats)
                 if args.what == "decode":
-                    time, logits = timing.decode(model, batch, size, tuple(args.steps), args.repeats)
                     floor = timing.decode_bytes(model, batch, size) / timing.HBM_BYTES_PER_SECOND
                     ceiling = copy and timing.decode_bytes(model, batch, size) / copy
                 else:
-                    time, logits = timing.prefill(model, batch, size, args.repeats)
                     flops = timing.prefill_flops(model, batch, size)
                     floor, ceiling = flops / timing.FLOPS_PER_SECOND, matmul and flops / matmul
                 expected = logits if expected is None else expected
@@ -84,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
                     "batch": batch,
                     "context" if args.what == "decode" else "tokens": size,
                     "plan": plan,
+                    "kernels": kernels,
                     "ran": resolved.letters,
                     "relative_rms_to_none": error,
                     "ms": time.median * 1e3 if agrees else None,
@@ -110,7 +124,7 @@ def _line(row: dict) -> str:
     ms = "wrong" if row["ms"] is None else f"{row['ms']:.3f} ms ({row['ms_low']:.3f}..{row['ms_high']:.3f})"
     ceiling = "" if row["share_of_ceiling"] is None else f", {row['share_of_ceiling']:.0%} of this machine's own rate"
     return (
-        f"{row['model']} tp {row['tensor']} batch {row['batch']} at {size}, plan {row['plan']}: {ms}, "
+        f"{row['model']} tp {row['tensor']} batch {row['batch']} at {size}, plan {row['plan']}, kernels {row['kernels']}: {ms}, "
         f"{row['share_of_floor']:.0%} of the floor{ceiling}; differs from none by {row['relative_rms_to_none']:.1e}"
     )
 

@@ -89,7 +89,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> jax.Array:
         return q
     slot = jnp.arange(slots, dtype=jnp.int32)
     filled = slot[None] < (rows.start + rows.new)[:, None]  # [batch, slots]
-    k, v = (jnp.where(filled[:, :, None, None], x, 0).astype(q.dtype) for x in (k, v))
+    # Scores of empty slots are replaced below whatever they are; values are multiplied by 0, so they must be numbers.
+    k, v = k.astype(q.dtype), jnp.where(filled[:, :, None, None], v, 0).astype(q.dtype)
     q = q.reshape(b, t, kv_heads, q_heads // kv_heads, h)
     precision = dot_precision(q.dtype)
 

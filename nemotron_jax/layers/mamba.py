@@ -16,6 +16,7 @@ from nemotron_jax.cache import MambaCache, Rows
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import project, weight
 from nemotron_jax.sharding import Axis, Layout, Section, cut_rows, rank, row_parallel_bias, sum_over, vary_like
+from pallas_kernels import mamba_step, selection
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -83,6 +84,8 @@ class Mamba(nnx.Module):
         m, p, g, e = self.heads, self.head_dim, self.groups, self.state
         inner = m * p
         zxbcdt = project(u, self.in_proj[...], None if self.in_bias is None else self.in_bias[...])
+        if t == 1 and cache is not None and self.kernel_fault(u.dtype, cache) is None:
+            return self.one_token(zxbcdt[:, 0], cache, rows)
         z, xbc, dt = jnp.split(zxbcdt, (inner, 2 * inner + 2 * g * e), axis=-1)
 
         window = None if cache is None else cache.conv
@@ -109,6 +112,43 @@ class Mamba(nnx.Module):
         behind = (b, t) if rows.every else (b,)
         new = MambaCache(conv, state.reshape(*behind, m, p, e).astype(dtype))
         return project(y, self.out[...], None if self.out_bias is None else self.out_bias[...]), new
+
+    def kernel_fault(self, dtype, cache: MambaCache) -> str | None:
+        """Why a decode step does not run as one kernel in the program being traced, or None."""
+        if self.ranks_per_group > 1:
+            return "a norm group spans several ranks"
+        return mamba_step.supported(
+            heads=self.heads,
+            head_dim=self.head_dim,
+            state_size=self.state,
+            groups=self.groups,
+            dtype=dtype,
+            state_dtype=cache.ssm.dtype,
+            window_dtype=cache.conv.dtype,
+        ) or selection.fault("mamba_step")
+
+    def one_token(
+        self, zxbcdt: Float[Array, "batch packed"], cache: MambaCache, rows: Rows
+    ) -> tuple[Float[Array, "batch 1 hidden"], MambaCache]:
+        """What is between the projections, and the output projection, of one new token per row."""
+        with jax.named_scope("step"):
+            y, conv, ssm = mamba_step.mamba_step(
+                zxbcdt,
+                cache.conv,
+                cache.ssm,
+                self.conv[...],
+                None if self.conv_bias is None else self.conv_bias[...],
+                self.A_log[...],
+                self.D[...],
+                self.dt_bias[...],
+                self.norm[...],
+                None if rows.valid is None else rows.new,
+                groups=self.groups,
+                eps=self.eps,
+                time_step_limit=self.time_step_limit,
+            )
+        out_bias = None if self.out_bias is None else self.out_bias[...]
+        return project(y[:, None], self.out[...], out_bias), MambaCache(conv, ssm)
 
     def time_step(self, dt: Float[Array, "batch tokens heads"], rows: Rows) -> Float[Array, "batch tokens heads"]:
         """softplus(dt + dt_bias) clamped to time_step_limit, in float32; 0 at pads, so that they leave the state as

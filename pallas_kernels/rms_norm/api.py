@@ -1,11 +1,32 @@
 """Public entry: RMSNorm on one device, with or without a residual."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels import selection
+from pallas_kernels.errors import Unsupported
 from pallas_kernels.rms_norm import reference
-from pallas_kernels.rms_norm.windows import DTYPES
+from pallas_kernels.rms_norm.windows import DTYPES, row_fault
+
+IMPLEMENTATIONS = ("reference", "mosaic_gpu")
+FEW_TOKENS = 64  # up to which XLA's two launches cost more than one
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static part of one call."""
+
+    eps: float
+    unit_offset: bool
+    out_dtype: jnp.dtype
+
+    @property
+    def kwargs(self) -> dict:
+        return dict(eps=self.eps, unit_offset=self.unit_offset, out_dtype=self.out_dtype)
 
 
 def rms_norm(
@@ -16,12 +37,13 @@ def rms_norm(
     eps: float,
     unit_offset: bool = False,
     out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "*tokens hidden"], Float[Array, "*tokens hidden"]]:
     """Add `x` to the residual stream and normalise the result, all on one device.
 
     new_residual = round(residual + x) and normed = RMSNorm(new_residual) * weight (or * (1 + weight)), computed in
-    float32 with one rounding to the residual's dtype before the norm and one cast after it. XLA compiles it into its
-    own fusion.
+    float32 with one rounding to the residual's dtype before the norm and one cast after it. XLA makes two launches of
+    it; the kernel is one.
 
     Args:
         x: [..., hidden] the addend: bfloat16, float16 or float32.
@@ -30,12 +52,14 @@ def rms_norm(
         eps: added to the mean square.
         unit_offset: multiply by 1 + weight instead of by weight.
         out_dtype: dtype of `normed`; the dtype of `x` if None.
+        implementation: "reference" or "mosaic_gpu" (needs a residual); None: the kernel where it can run and pays.
 
     Returns:
         (normed [..., hidden] in out_dtype, new_residual [..., hidden] in the residual's dtype).
 
     Raises:
         ValueError: shapes or dtypes do not fit; all faults are listed.
+        Unsupported: the kernel was asked for and cannot serve this call.
     """
     faults = []
     for name, value in (("x", x), ("residual", residual)):
@@ -49,10 +73,55 @@ def rms_norm(
         faults.append(f"weight has dtype {weight.dtype}; accepted: any float")
     if residual is not None and residual.shape != x.shape:
         faults.append(f"residual has shape {residual.shape}; accepted: {x.shape}, the shape of x")
+    if implementation not in (None, *IMPLEMENTATIONS):
+        faults.append(f"implementation is {implementation!r}; accepted: {', '.join(IMPLEMENTATIONS)}, None")
     if faults:
         raise ValueError("rms_norm: " + "; ".join(faults))
-    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    kwargs = dict(eps=eps, unit_offset=unit_offset, out_dtype=out_dtype)
+    call = _Call(float(eps), bool(unit_offset), jnp.dtype(x.dtype if out_dtype is None else out_dtype))
     if residual is None:
-        return reference.normalise(x.astype(jnp.float32), weight, **kwargs), x
-    return reference.add_rms_norm(x.astype(jnp.float32), residual, weight, **kwargs)
+        if implementation == "mosaic_gpu":
+            raise Unsupported("rms_norm: the kernel needs a residual")
+        return reference.normalise(x.astype(jnp.float32), weight, **call.kwargs), x
+    hidden = x.shape[-1]
+    tokens = x.size // hidden if hidden else 0
+    reason = row_fault(hidden) or ("there is no row" if tokens == 0 else None)
+    if implementation is None:
+        few = tokens <= FEW_TOKENS
+        use_kernel = reason is None and few and selection.fault("rms_norm") is None
+    elif use_kernel := implementation == "mosaic_gpu":
+        if reason is not None:
+            raise Unsupported(f"rms_norm: the kernel {reason}")
+    if not use_kernel:
+        return reference.add_rms_norm(x.astype(jnp.float32), residual, weight, **call.kwargs)
+    outs = _kernel(call, x.reshape(tokens, hidden), residual.reshape(tokens, hidden), weight)
+    return tuple(out.reshape(x.shape) for out in outs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernel(call: _Call, x, residual, weight):
+    return _launch(call, x, residual, weight)
+
+
+def _forward(call, x, residual, weight):
+    return _launch(call, x, residual, weight), (x, residual, weight)
+
+
+def _backward(call, saved, cotangents):
+    def plain(x, residual, weight):
+        return reference.add_rms_norm(x.astype(jnp.float32), residual, weight, **call.kwargs)
+
+    return jax.vjp(plain, *saved)[1](cotangents)
+
+
+_kernel.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _launch(call: _Call, x, residual, weight):
+    # A jitted function of its own: the layers of a model share one trace and one lowering.
+    # Imported here: programs that never leave the CPU do not load the kernel compiler.
+    from pallas_kernels.rms_norm.mosaic_gpu import add_rms_norm
+
+    axes = selection.varying(x) | selection.varying(residual) | selection.varying(weight)
+    outs = add_rms_norm(*(selection.vary(v, axes) for v in (x, residual, weight)), **call.kwargs)
+    return tuple(selection.vary(out, axes) for out in outs)  # a kernel's outputs carry no varying axes of their own

@@ -1,0 +1,87 @@
+"""Which kernels of one device take the place of plain JAX: automatic by device, and overridable.
+
+The setting is read while a program is traced. It comes from `use`, else from the environment variable PALLAS_KERNELS,
+else it is "auto". Programs that are traced already stay as they are. Kernels that communicate have their own choice
+(allreduce_rms_norm/choose.py).
+"""
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterator
+
+import jax
+
+NAMES = ("mamba_step", "rms_norm")
+AUTO = ("mamba_step", "rms_norm")  # those that were measured to pay
+VARIABLE = "PALLAS_KERNELS"
+HOPPER = ("H100", "H200", "H800", "H20", "GH200")
+
+_setting: contextvars.ContextVar[str | None] = contextvars.ContextVar("pallas_kernels", default=None)
+
+
+def parse(setting: str, source: str = "kernels") -> tuple[str, ...]:
+    """The kernels that a setting allows: "auto" those that pay, "none" none, or names with commas.
+
+    Raises:
+        ValueError: it names something else.
+    """
+    if setting in ("auto", "none"):
+        return AUTO if setting == "auto" else ()
+    names = tuple(setting.split(","))
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ValueError(
+            f"{source} is {setting!r}: no such kernel {', '.join(map(repr, unknown))}; accepted: auto, none, or some of "
+            f"{','.join(NAMES)} with commas"
+        )
+    return names
+
+
+def allowed() -> tuple[str, ...]:
+    """The kernels that programs traced here may use where the device and the shapes allow it.
+
+    Raises:
+        ValueError: the environment variable names something else.
+    """
+    inside = _setting.get()
+    return parse(inside) if inside is not None else parse(os.environ.get(VARIABLE) or "auto", VARIABLE)
+
+
+@contextlib.contextmanager
+def use(setting: str) -> Iterator[None]:
+    """Programs traced inside use this setting.
+
+    Raises:
+        ValueError: as `parse`.
+    """
+    parse(setting)
+    token = _setting.set(setting)
+    try:
+        yield
+    finally:
+        _setting.reset(token)
+
+
+def fault(name: str) -> str | None:
+    """Why this kernel is not used in the program that is being traced, whatever the shapes; or None."""
+    if name not in allowed():
+        return f"{name} is switched off"
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = getattr(device, "platform", None) or jax.default_backend()
+    if platform not in ("gpu", "cuda"):
+        return f"needs a GPU; this program runs on {platform}"
+    kind = getattr(device, "device_kind", None) or jax.devices()[0].device_kind
+    if not any(name in kind for name in HOPPER):
+        return f"needs a Hopper GPU (compute capability 9.0); this is {kind}"
+    return None
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """Mesh axes over which `x` differs, as JAX tracks them under `shard_map(check_vma=True)`."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """`x` typed as differing over `axes` too."""
+    missing = tuple(sorted(axes - varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -1,0 +1,236 @@
+"""Kernels of a decode step against their plain references on one real GPU, and what they cost. Also a program:
+
+    python -m tests.gpu.decode_kernel_checks --seconds 60 --out FILE
+
+Memory is filled with NaN before each kernel, inputs are new each time, and each call is repeated on equal inputs to find
+results that move.
+"""
+
+import argparse
+import faulthandler
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import rms_norm, selection
+from pallas_kernels.mamba_step import mamba_step, shapes
+
+BOUND = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-6}
+LIMIT = (0.001, float("inf"))
+
+
+def poison() -> None:
+    """Leave NaN in memory that the next allocations get."""
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
+        for _ in range(4):
+            jnp.full((size,), jnp.nan, jnp.float32).block_until_ready()
+
+
+def problem(seed, shape, rows, dtype, state_dtype="float32", bias=True):
+    """Operands of `mamba_step` in the order of its arguments, and the number of groups."""
+    heads, p, e, groups = shape
+    inner, channels = heads * p, heads * p + 2 * groups * e
+    keys = iter(jax.random.split(jax.random.key(seed), 12))
+
+    def normal(shape, dtype="float32", scale=1.0):
+        return (scale * jax.random.normal(next(keys), shape)).astype(dtype)
+
+    alive = (jax.random.uniform(next(keys), (rows,)) < 0.7).at[0].set(True).astype(jnp.int32)
+    return (
+        normal((rows, inner + channels + heads), dtype),
+        normal((rows, shapes.TAPS - 1, channels), dtype),
+        normal((rows, heads, p, e), state_dtype),
+        normal((channels, 1, shapes.TAPS), scale=0.5),
+        normal((channels,), scale=0.1) if bias else None,
+        jnp.log(jax.random.uniform(next(keys), (heads,), minval=1.0, maxval=16.0)),
+        normal((heads,)),
+        normal((heads,), scale=3.0),
+        1 + normal((inner,), scale=0.1),
+        alive,
+    ), groups
+
+
+def error(found, wanted) -> float:
+    found, wanted = (np.asarray(x.astype(jnp.float32), np.float64) for x in (found, wanted))
+    return float(np.sqrt(((found - wanted) ** 2).mean() / (wanted**2).mean()))  # NaN where anything is NaN
+
+
+def check_mamba_step(seed, shape, rows, dtype, state_dtype="float32", *, bias=True, alive=True, limit=LIMIT, repeats=3):
+    """One shape: errors of (y, state) relative to the reference.
+
+    Raises:
+        AssertionError: beyond the bounds; a finished row changed; a window is not the reference's; results move.
+    """
+    operands, groups = problem(seed, shape, rows, dtype, state_dtype, bias)
+    if not alive:
+        operands = (*operands[:-1], None)
+
+    def call(implementation):
+        return jax.jit(
+            lambda *a: mamba_step(*a, groups=groups, eps=1e-5, time_step_limit=limit, implementation=implementation)
+        )
+
+    with jax.default_matmul_precision("highest"):
+        wanted = call("reference")(*operands)
+    kernel = call("mosaic_gpu")
+    first = None
+    for _ in range(repeats):
+        poison()
+        found = jax.tree.map(np.asarray, kernel(*operands))
+        first = found if first is None else first
+        for a, b in zip(first, found, strict=True):
+            assert a.tobytes() == b.tobytes(), "the result moves"
+    y, window, state = map(jnp.asarray, first)
+    assert (np.asarray(window) == np.asarray(wanted[1])).all(), "window"
+    if alive:
+        still = np.flatnonzero(np.asarray(operands[-1]) == 0)
+        assert (np.asarray(state)[still] == np.asarray(operands[2])[still]).all(), "a finished row's state changed"
+    errors = error(y, wanted[0]), error(state, wanted[2])
+    assert errors[0] <= BOUND[dtype], f"y is off by {errors[0]:.1e}"
+    assert errors[1] <= BOUND[state_dtype] + (BOUND[dtype] if dtype != "float32" else 0), f"state: {errors[1]:.1e}"
+    return errors
+
+
+def check_rms_norm(seed, tokens, hidden, dtype, residual_dtype, repeats=3) -> float:
+    """One shape: error of normed relative to the reference; the new residual has its bits."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x, old = (
+        jax.random.normal(k, (tokens, hidden)).astype(d) for k, d in zip(keys, (dtype, residual_dtype), strict=False)
+    )
+    weight = 1 + 0.1 * jax.random.normal(keys[2], (hidden,))
+
+    def call(implementation):
+        return jax.jit(lambda *a: rms_norm(*a, eps=1e-5, implementation=implementation))
+
+    wanted = call("reference")(x, old, weight)
+    first = None
+    for _ in range(repeats):
+        poison()
+        found = jax.tree.map(np.asarray, call("mosaic_gpu")(x, old, weight))
+        first = found if first is None else first
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(first, found, strict=True)), "the result moves"
+    assert (first[1] == np.asarray(wanted[1])).all(), "new residual"
+    off = error(jnp.asarray(first[0]), wanted[0])
+    assert off <= BOUND[dtype], f"off by {off:.1e}"
+    return off
+
+
+def time_mamba_step(shape, rows, implementation, layers=8, loops=(4, 20), repeats=5) -> float:
+    """Microseconds of one call inside a loop over `layers` different states on the device."""
+    operands, groups = problem(0, shape, rows, "bfloat16")
+    zx, window, state, *rest, alive = operands
+    states = [state + 0.01 * i for i in range(layers)]
+    windows = [window + 0 * i for i in range(layers)]
+
+    def program(n):
+        def body(_, carry):
+            zx, states, windows = carry
+            new_states, new_windows = [], []
+            for s, w in zip(states, windows, strict=True):
+                y, w, s = mamba_step(
+                    zx,
+                    w,
+                    s,
+                    *rest,
+                    alive,
+                    groups=groups,
+                    eps=1e-5,
+                    time_step_limit=LIMIT,
+                    implementation=implementation,
+                )
+                zx = lax.dynamic_update_slice(zx, y, (0, 0))  # the next call waits for this one
+                new_states.append(s)
+                new_windows.append(w)
+            return zx, new_states, new_windows
+
+        run = jax.jit(lambda c: lax.fori_loop(0, n, body, c), donate_argnums=0)
+        carry = jax.tree.map(jnp.copy, (zx, states, windows))
+        for _ in range(3):
+            carry = jax.block_until_ready(run(carry))
+        seconds = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            carry = jax.block_until_ready(run(carry))
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
+
+    short, long = (program(n) for n in loops)
+    return (long - short) / (loops[1] - loops[0]) / layers * 1e6
+
+
+def mamba_bytes(shape, rows) -> int:
+    """State and window read and written, activations read and written once."""
+    heads, p, e, groups = shape
+    inner, channels = heads * p, heads * p + 2 * groups * e
+    return rows * (8 * inner * e + 2 * 2 * 3 * channels + 2 * (2 * inner + channels + heads))
+
+
+def cases():
+    """(shape, rows, dtype, state dtype, options) from the cheapest to the dearest."""
+    every = shapes.SHAPES
+    yield every["nemotron-h-8b"], 1, "bfloat16", "float32", {}
+    yield every["nemotron-h-8b"], 3, "float32", "float32", {}
+    yield every["nemotron-nano-9b-v2"], 3, "bfloat16", "float32", {}
+    yield every["nemotron-3-nano-4b"], 5, "bfloat16", "float32", {"bias": False}
+    yield every["nemotron-3-nano-30b-a3b"], 8, "bfloat16", "float32", {"alive": False}
+    yield every["nemotron-h-56b"], 3, "bfloat16", "float32", {}
+    yield every["nemotron-h-8b, 8 ranks"], 7, "float16", "bfloat16", {"limit": (0.01, 0.2)}
+    yield (6, 32, 64, 3), 2, "float32", "float32", {}
+    yield (8, 80, 96, 2), 3, "bfloat16", "float32", {}
+    yield every["nemotron-h-8b"], 129, "bfloat16", "float32", {"repeats": 2}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--out")
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.seconds + 30, exit=True)
+    begin = time.monotonic()
+    rows, failed = [], 0
+
+    def say(row):
+        rows.append(row)
+        print(f"{time.monotonic() - begin:5.1f}s {row}", flush=True)
+        if args.out:
+            with open(args.out, "w") as file:
+                json.dump(
+                    {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, file, indent=1
+                )
+
+    with selection.use("auto"):
+        for seed, (shape, n, dtype, state_dtype, options) in enumerate(cases()):
+            try:
+                found = check_mamba_step(seed, shape, n, dtype, state_dtype, **options)
+            except Exception as e:  # every case is tried, and the failures counted
+                failed, found = failed + 1, f"FAILED {type(e).__name__} {str(e)[:150]}"
+            say({"mamba_step": shape, "rows": n, "dtype": dtype, "errors": found})
+        for seed, (n, hidden) in enumerate(((1, 4096), (3, 2688), (64, 8192), (2, 200))):
+            try:
+                found = check_rms_norm(seed, n, hidden, "bfloat16", ("bfloat16", "float32")[seed % 2])
+            except Exception as e:
+                failed, found = failed + 1, f"FAILED {type(e).__name__} {str(e)[:150]}"
+            say({"rms_norm": hidden, "rows": n, "error": found})
+        for name, n in (
+            ("nemotron-h-8b", 1),
+            ("nemotron-h-8b", 32),
+            ("nemotron-h-8b", 128),
+            ("nemotron-nano-9b-v2", 1),
+        ):
+            if time.monotonic() - begin > args.seconds:
+                break
+            shape = shapes.SHAPES[name]
+            layers = 8 if n == 1 else 3
+            us = {i: time_mamba_step(shape, n, i, layers) for i in ("mosaic_gpu", "reference")}
+            say({"time": name, "rows": n, "us": us, "tb_per_s": mamba_bytes(shape, n) / us["mosaic_gpu"] / 1e6})
+    print("FAILED" if failed else "all right", failed)
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
