@@ -3,6 +3,7 @@
 """
 
 import argparse
+import ctypes
 import importlib
 import importlib.util
 import json
@@ -118,7 +119,7 @@ def setup_devices(count: int) -> None:
 
     if processes.active():
         _setup_shares(count)
-    elif os.environ.get("JAX_PLATFORMS") == "cpu" or not _enough_gpus(count):
+    elif os.environ.get("JAX_PLATFORMS") == "cpu" or gpus() < count:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
         if count > 1:
@@ -129,7 +130,7 @@ def _setup_shares(count: int) -> None:
     """The same for several processes: their GPUs, or virtual CPU devices, as many in each; all take the same kind."""
     import jax
 
-    cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not _gpu_plugin() or not os.path.exists("/dev/nvidiactl")
+    cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not gpus()
     processes.agree("devices", "cpu" if cpu else "gpu")
     if not cpu:
         return
@@ -143,20 +144,19 @@ def _setup_shares(count: int) -> None:
     print(f"nemotron-jax: running in {processes.count()} processes of {share} virtual CPU devices", file=sys.stderr)
 
 
-def _gpu_plugin() -> bool:
-    return any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
-
-
-def _enough_gpus(count: int) -> bool:
-    """Whether JAX finds that many GPUs. Nothing is initialised on a machine whose jaxlib has no GPU plugin."""
-    import jax
-
-    if not _gpu_plugin():
-        return False
+def gpus() -> int:
+    """How many GPUs this process may take. JAX is not asked: it could not be given virtual devices afterwards."""
+    if not any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13)):
+        return 0
+    number = ctypes.c_int()
     try:
-        return len(jax.devices("gpu")) >= count
-    except RuntimeError:
-        return False
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(number)):
+            return 0
+    except (OSError, AttributeError):
+        return 0
+    visible = os.environ.get("JAX_CUDA_VISIBLE_DEVICES", "all")
+    return number.value if visible == "all" else min(number.value, len(visible.split(",")))
 
 
 def build_mesh(args: argparse.Namespace):

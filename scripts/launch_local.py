@@ -50,6 +50,7 @@ def environment(index: int, count: int, port: int, devices: list[str] | None, nc
     sharing = devices.count(devices[index])
     if sharing > 1:
         env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        env.setdefault("PALLAS_KERNELS_MAX_BLOCKS", str(132 // sharing))  # blocks that wait for each other must all run
         env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / sharing:.3f}")
     if nccl:
         env["LD_PRELOAD"] = os.path.abspath(nccl)
@@ -59,7 +60,7 @@ def environment(index: int, count: int, port: int, devices: list[str] | None, nc
 
 
 def prepare() -> None:
-    """In the child: it ends when this launcher does, however that happens; Ctrl-C works though a shell may ignore it."""
+    """In the child: it ends when this launcher does, however that ends; Ctrl-C works though a shell may ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
