@@ -52,6 +52,8 @@ def environment(index: int, count: int, port: int, devices: list[str] | None, nc
         env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         env.setdefault("PALLAS_KERNELS_MAX_BLOCKS", str(132 // sharing))  # blocks that wait for each other must all run
         env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / sharing:.3f}")
+        if sharing > 2:
+            env.setdefault("NCCL_MAX_NCHANNELS", "2")  # with four ranks on a GPU, larger messages have hung otherwise
     if nccl:
         env["LD_PRELOAD"] = os.path.abspath(nccl)
     if mps:

@@ -24,12 +24,14 @@ def run(args: argparse.Namespace) -> int:
     mesh = cli.build_mesh(args)
     from nemotron_jax import device_checks
 
-    size = args.copy_bytes or _copy_bytes(mesh)
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # there NCCL has hung on messages above 64 KiB
+    size = args.copy_bytes or (1 << 18 if mesh.devices.flat[0].platform == "cpu" else 1 << 16 if shared else 16 << 20)
+    tokens = 8 if shared else device_checks.TOKENS
     report = {"versions": device_checks.versions(), "topology": device_checks.topology(mesh)}
     if not args.json:
         _print_about(report)
     checks = []
-    for check in device_checks.every_check(mesh, copy_bytes=size, repeats=args.repeats):
+    for check in device_checks.every_check(mesh, copy_bytes=size, repeats=args.repeats, tokens=tokens):
         checks.append({"name": check.name, "ok": check.ok, "detail": check.detail, "seconds": check.seconds})
         if not args.json:
             word = {True: "ok", False: "FAILED", None: "not run"}[check.ok]
@@ -59,13 +61,6 @@ def _devices(data: int) -> int:
         return 1  # all devices of all processes
     found = 0 if os.environ.get("JAX_PLATFORMS") == "cpu" else cli.gpus()
     return max(1, found // data) if found else 2
-
-
-def _copy_bytes(mesh) -> int:
-    if mesh.devices.flat[0].platform == "cpu":
-        return 1 << 18
-    # NCCL between ranks on one GPU has hung on larger messages
-    return 1 << 16 if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else 16 << 20
 
 
 def _print_about(report: dict) -> None:
