@@ -42,11 +42,11 @@ PREFIX = "nemotron_jax/"
 _COORDINATOR, _COUNT, _INDEX = "NEMOTRON_JAX_COORDINATOR", "NEMOTRON_JAX_NUM_PROCESSES", "NEMOTRON_JAX_PROCESS_ID"
 _DEVICES, _CLUSTER = "NEMOTRON_JAX_LOCAL_DEVICES", "NEMOTRON_JAX_CLUSTER"
 _SILENCE, _STALL, _START = "NEMOTRON_JAX_SILENCE_SECONDS", "NEMOTRON_JAX_STALL_SECONDS", "NEMOTRON_JAX_START_SECONDS"
-# What JAX's cluster detection needs, and the variable that says how many processes there are (None: it asks elsewhere).
+# What JAX's cluster detection needs, and the variable that says how many processes there are. Kubernetes is left out:
+# the pods of a job often have nothing to do with each other, so there it must be asked for.
 _CLUSTERS = (
     (("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"), "SLURM_NTASKS"),
     (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "OMPI_COMM_WORLD_SIZE"),
-    (("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"), None),
 )
 # Errors of a collective that say no more than that somebody else is gone.
 _CONSEQUENCE = re.compile(r"gloo|nccl|connection (reset|closed|refused)|socket|unavailable|aborted|deadline", re.I)
@@ -76,7 +76,7 @@ class Settings:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of every command; each has an environment variable, which it goes before."""
     group = parser.add_argument_group(
-        "several processes", "found by themselves under SLURM, Open MPI and Kubernetes; see docs/processes.md"
+        "several processes", "found by themselves under SLURM and Open MPI; see docs/processes.md"
     )
     group.add_argument("--coordinator", metavar="HOST:PORT", help=f"where process 0 listens ({_COORDINATOR})")
     group.add_argument("--num-processes", metavar="N", help=f"how many there are ({_COUNT})")
@@ -128,11 +128,14 @@ def settings(args: argparse.Namespace | None = None, environment: Mapping[str, s
         raise ValueError("processes: " + "; ".join(faults))
     if count is not None:
         return Settings(coordinator, count, index, devices, **seconds) if count > 1 else None
-    if environment.get(_CLUSTER, "").lower() in ("off", "0", "no", "false"):
-        return None
-    for needed, how_many in _CLUSTERS:
-        if all(name in environment for name in needed) and (how_many is None or int(environment[how_many]) > 1):
-            return Settings(local_devices=devices, **seconds)
+    wanted = environment.get(_CLUSTER) or "auto"
+    if wanted not in ("auto", "on", "off"):
+        raise ValueError(f"processes: {_CLUSTER}: found {wanted!r}, accepted 'auto', 'on', 'off'")
+    detected = any(
+        all(name in environment for name in names) and int(environment[many]) > 1 for names, many in _CLUSTERS
+    )
+    if wanted == "on" or (wanted == "auto" and detected):
+        return Settings(local_devices=devices, **seconds)
     return None
 
 
@@ -161,7 +164,10 @@ def join(how: Settings | None) -> None:
     if how.coordinator is not None:
         options |= {"coordinator_address": how.coordinator, "num_processes": how.count, "process_id": how.index}
         options["cluster_detection_method"] = "deactivate"
-    jax.distributed.initialize(**options)
+    try:
+        jax.distributed.initialize(**options)
+    except ValueError as error:
+        raise ValueError(f"processes: JAX finds no cluster here ({error}); say where the processes are") from error
     from jax._src import distributed  # the store that comes with it has no public name
 
     state = distributed.global_state

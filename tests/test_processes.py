@@ -131,9 +131,11 @@ def test_clusters_are_detected():
     mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
     assert processes.settings(options(), mpi) == processes.Settings()
     assert processes.settings(options(), mpi | {"NEMOTRON_JAX_CLUSTER": "off"}) is None
-    pods = {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0"}
-    assert processes.settings(options(), pods) == processes.Settings()
-    assert processes.settings(options(), {"KUBERNETES_SERVICE_HOST": "x"}) is None
+    pods = {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0"}  # may be independent: only when asked
+    assert processes.settings(options(), pods) is None
+    assert processes.settings(options(), pods | {"NEMOTRON_JAX_CLUSTER": "on"}) == processes.Settings()
+    with pytest.raises(ValueError, match="found 'no', accepted 'auto', 'on', 'off'"):
+        processes.settings(options(), {"NEMOTRON_JAX_CLUSTER": "no"})
 
 
 @pytest.mark.parametrize(
