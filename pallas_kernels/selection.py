@@ -31,8 +31,8 @@ def parse(setting: str, source: str = "kernels") -> tuple[str, ...]:
     names = tuple(setting.split(","))
     if unknown := [name for name in names if name not in NAMES]:
         raise ValueError(
-            f"{source} is {setting!r}: no such kernel {', '.join(map(repr, unknown))}; accepted: auto, none, or some of "
-            f"{','.join(NAMES)} with commas"
+            f"{source} is {setting!r}: no such kernel {', '.join(map(repr, unknown))}; accepted: auto, none, or some "
+            f"of {','.join(NAMES)} with commas"
         )
     return names
 
@@ -45,6 +45,12 @@ def allowed() -> tuple[str, ...]:
     """
     inside = _setting.get()
     return parse(inside) if inside is not None else parse(os.environ.get(VARIABLE) or "auto", VARIABLE)
+
+
+def automatic() -> bool:
+    """Whether nobody has named the kernels to use: then those that do not pay at a size are left out there."""
+    inside = _setting.get()
+    return (inside if inside is not None else os.environ.get(VARIABLE) or "auto") == "auto"
 
 
 @contextlib.contextmanager

@@ -124,7 +124,8 @@ def _line(row: dict) -> str:
     ms = "wrong" if row["ms"] is None else f"{row['ms']:.3f} ms ({row['ms_low']:.3f}..{row['ms_high']:.3f})"
     ceiling = "" if row["share_of_ceiling"] is None else f", {row['share_of_ceiling']:.0%} of this machine's own rate"
     return (
-        f"{row['model']} tp {row['tensor']} batch {row['batch']} at {size}, plan {row['plan']}, kernels {row['kernels']}: {ms}, "
+        f"{row['model']} tp {row['tensor']} batch {row['batch']} at {size}, plan {row['plan']}, "
+        f"kernels {row['kernels']}: {ms}, "
         f"{row['share_of_floor']:.0%} of the floor{ceiling}; differs from none by {row['relative_rms_to_none']:.1e}"
     )
 

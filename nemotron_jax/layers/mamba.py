@@ -16,7 +16,7 @@ from nemotron_jax.cache import MambaCache, Rows
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import project, weight
 from nemotron_jax.sharding import Axis, Layout, Section, cut_rows, rank, row_parallel_bias, sum_over, vary_like
-from pallas_kernels import mamba_step, selection
+from pallas_kernels import mamba_step
 
 HIGHEST = lax.Precision.HIGHEST
 
@@ -117,15 +117,7 @@ class Mamba(nnx.Module):
         """Why a decode step does not run as one kernel in the program being traced, or None."""
         if self.ranks_per_group > 1:
             return "a norm group spans several ranks"
-        return mamba_step.supported(
-            heads=self.heads,
-            head_dim=self.head_dim,
-            state_size=self.state,
-            groups=self.groups,
-            dtype=dtype,
-            state_dtype=cache.ssm.dtype,
-            window_dtype=cache.conv.dtype,
-        ) or selection.fault("mamba_step")
+        return mamba_step.declined(cache.ssm, groups=self.groups, dtype=dtype, window_dtype=cache.conv.dtype)
 
     def one_token(
         self, zxbcdt: Float[Array, "batch packed"], cache: MambaCache, rows: Rows

@@ -130,69 +130,87 @@ def mamba_step(
         def state_unit(tile, first):
             return state_ref.at[row, pl.ds(channel(tile), TILE), pl.ds(first, unit)]
 
-        # The first units of the state are asked for before anything else: the rest happens while they travel.
-        ahead = [load(state_unit(*u), layout=MATRIX) for u in units[:distance]]
-
-        def convolve(start, size, layout):
-            """(silu(convolution), the raw inputs) of `size` channels from `start` of the convolution."""
+        # Everything small is asked for first and the first units of the state right after it, before anything is waited
+        # for: one journey to memory instead of one per stage, and the small loads do not queue behind the state.
+        def fetch_inputs(start, size, layout):
+            """What the convolution of `size` channels from `start` reads: raw inputs, taps, bias."""
             span = pl.ds(start, size)
             raw = [load(window_ref.at[row, k, span], layout=layout) for k in range(taps - 1)]
             raw.append(load(zx_ref.at[row, pl.ds(inner + start, size)], layout=layout))
-            y = None
-            for k, value in enumerate(raw):
-                term = value.astype(jnp.float32) * load(w_ref.at[k, span], layout=layout)
-                y = term if y is None else y + term
-            if bias_ref is not None:
-                y = y + load(bias_ref.at[span], layout=layout)
-            return silu(y).astype(dtype).astype(jnp.float32), raw
+            weights = [load(w_ref.at[k, span], layout=layout) for k in range(taps)]
+            return raw, weights, None if bias_ref is None else load(bias_ref.at[span], layout=layout)
 
-        # B and C of the group, through shared memory into the layout of a matrix's columns
+        def convolve(raw, weights, bias):
+            """silu(convolution), rounded to the activations' dtype and back to float32."""
+            y = None
+            for value, weight in zip(raw, weights, strict=True):
+                term = value.astype(jnp.float32) * weight
+                y = term if y is None else y + term
+            return silu(y if bias is None else y + bias).astype(dtype).astype(jnp.float32)
+
         if e % 128 == 0:
             pieces = [(0, e, plgpu.Layout.WG_STRIDED((e,), vec_size=e // 128))]
         else:
             pieces = [(min(i, e - TILE), TILE, ROW) for i in range(0, e, TILE)]
-        shifts = []
-        for which in range(2):
-            for first, size, layout in pieces:
-                start = inner + which * bc + group * e + first
-                value, raw = convolve(start, size, layout)
-                store(shared.at[which, pl.ds(first, size)], value)
-                shifts.append((pl.ds(start, size), raw))
+        starts = [
+            (which, first, inner + which * bc + group * e + first, size, layout)
+            for which in range(2)
+            for first, size, layout in pieces
+        ]
+        shared_inputs = [fetch_inputs(start, size, layout) for _, _, start, size, layout in starts]
+
+        def fetch_head(head):
+            """Raw dt, its bias, A_log and D of one head: scalars."""
+            dt = zx_ref[row, 2 * inner + 2 * bc + head].astype(jnp.float32)
+            return dt, dt_bias_ref[head], a_ref[head], d_ref[head]
+
+        def fetch_tile(tile):
+            span = pl.ds(channel(tile), TILE)
+            head = lax.div(channel(tile), jnp.int32(p))
+            return dict(
+                inputs=fetch_inputs(channel(tile), TILE, ROW),
+                gate=load(zx_ref.at[row, span], layout=ROW),
+                weight=load(norm_ref.at[span], layout=ROW),
+                heads=[fetch_head(jnp.minimum(head + i, heads - 1) if i else head) for i in range(touched)],
+                begins=[(head + i) * p - channel(tile) for i in range(touched)],
+            )
+
+        fetched = [fetch_tile(tile) for tile in range(tiles)]
+        keep = None if alive_ref is None else alive_ref[row] > 0
+        ahead = [load(state_unit(*u), layout=MATRIX) for u in units[:distance]]
+
+        # B and C of the group go through shared memory into the layout of a matrix's columns.
+        for (which, first, _, size, _), inputs in zip(starts, shared_inputs, strict=True):
+            store(shared.at[which, pl.ds(first, size)], convolve(*inputs))
         plgpu.commit_smem()
 
-        keep = None if alive_ref is None else alive_ref[row] > 0
-
-        def of_head(head):
+        def of_head(dt, bias, a, d):
             """(dt, decay, D) of one head: scalars."""
-            dt = zx_ref[row, 2 * inner + 2 * bc + head].astype(jnp.float32)
-            dt = jnp.maximum(softplus(dt + dt_bias_ref[head]), jnp.float32(low))
+            dt = jnp.maximum(softplus(dt + bias), jnp.float32(low))
             if high != float("inf"):
                 dt = jnp.minimum(dt, jnp.float32(high))
             if keep is not None:
                 dt = jnp.where(keep, dt, jnp.float32(0))
-            return dt, jnp.exp(dt * -jnp.exp(a_ref[head])), d_ref[head]
+            return dt, jnp.exp(dt * -jnp.exp(a)), d
 
-        def by_row(tile):
+        def by_row(heads, begins):
             """(dt, decay, D) of a tile's channels."""
-            first = channel(tile)
-            head = lax.div(first, jnp.int32(p))
-            values = [filled(v) for v in of_head(head)]
+            values = [filled(v) for v in of_head(*heads[0])]
             index = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
-            for i in range(1, touched):
-                begin = (head + i) * p - first
-                more = of_head(jnp.minimum(head + i, heads - 1))
-                values = [jnp.where(index >= begin, filled(new), old) for new, old in zip(more, values, strict=True)]
+            for head, begin in zip(heads[1:], begins[1:], strict=True):
+                values = [
+                    jnp.where(index >= begin, filled(new), old) for new, old in zip(of_head(*head), values, strict=True)
+                ]
             return values
 
-        gated, x_shifts = [], []
+        gated = []
         for i, (tile, first) in enumerate(units):
             old = ahead[i]
             if i + distance < len(units):
                 ahead.append(load(state_unit(*units[i + distance]), layout=MATRIX))
             if first == 0:
-                dt, decay, skip = by_row(tile)
-                x, raw = convolve(channel(tile), TILE, ROW)
-                x_shifts.append((pl.ds(channel(tile), TILE), raw))
+                dt, decay, skip = by_row(fetched[tile]["heads"], fetched[tile]["begins"])
+                x = convolve(*fetched[tile]["inputs"])
                 dtx, y = dt * x, skip * x
             wide = (TILE, unit)
             b = load(shared.at[0, pl.ds(first, unit)], layout=COLUMN)
@@ -202,8 +220,7 @@ def mamba_step(
             store(state_unit(tile, first), new.astype(state.dtype))
             y = y + plgpu.layout_cast(jnp.sum(new * along(c, wide, 1), axis=1), ROW)
             if first + unit == e:
-                gate = load(zx_ref.at[row, pl.ds(channel(tile), TILE)], layout=ROW).astype(jnp.float32)
-                gated.append(y * silu(gate))
+                gated.append(y * silu(fetched[tile]["gate"].astype(jnp.float32)))
 
         squares = None
         for value in gated:
@@ -214,8 +231,8 @@ def mamba_step(
             total = filled(jnp.sum(squares))
         scale = lax.rsqrt(total / jnp.float32(group_channels) + jnp.float32(eps))
         for tile, value in enumerate(gated):
-            weight = load(norm_ref.at[pl.ds(channel(tile), TILE)], layout=ROW)
-            store(y_ref.at[row, pl.ds(channel(tile), TILE)], (value * scale * weight).astype(dtype))
+            y = (value * scale * fetched[tile]["weight"]).astype(dtype)
+            store(y_ref.at[row, pl.ds(channel(tile), TILE)], y)
 
         def shift(moves):
             for span, raw in moves:
@@ -228,8 +245,13 @@ def mamba_step(
             else:
                 pl.when(keep)(action)
 
-        if_alive(lambda: shift(x_shifts))
-        pl.when(part == 0)(lambda: if_alive(lambda: shift(shifts)))
+        own = [(pl.ds(channel(tile), TILE), fetched[tile]["inputs"][0]) for tile in range(tiles)]
+        common = [
+            (pl.ds(start, size), inputs[0])
+            for (_, _, start, size, _), inputs in zip(starts, shared_inputs, strict=True)
+        ]
+        if_alive(lambda: shift(own))
+        pl.when(part == 0)(lambda: if_alive(lambda: shift(common)))
 
     window_buffer, state_buffer = jax.new_ref(window), jax.new_ref(state.reshape(rows, inner, e))
     operands = [zxbcdt, window_buffer, state_buffer, conv_weight[:, 0].astype(jnp.float32).T]

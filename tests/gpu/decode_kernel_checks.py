@@ -2,8 +2,8 @@
 
     python -m tests.gpu.decode_kernel_checks --seconds 60 --out FILE
 
-Memory is filled with NaN before each kernel, inputs are new each time, and each call is repeated on equal inputs to find
-results that move.
+Memory is filled with NaN before each kernel, inputs are new each time, and each call is repeated on equal inputs to
+find results that move.
 """
 
 import argparse
@@ -99,9 +99,8 @@ def check_mamba_step(seed, shape, rows, dtype, state_dtype="float32", *, bias=Tr
 def check_rms_norm(seed, tokens, hidden, dtype, residual_dtype, repeats=3) -> float:
     """One shape: error of normed relative to the reference; the new residual has its bits."""
     keys = jax.random.split(jax.random.key(seed), 3)
-    x, old = (
-        jax.random.normal(k, (tokens, hidden)).astype(d) for k, d in zip(keys, (dtype, residual_dtype), strict=False)
-    )
+    x = jax.random.normal(keys[0], (tokens, hidden)).astype(dtype)
+    old = jax.random.normal(keys[1], (tokens, hidden)).astype(residual_dtype)
     weight = 1 + 0.1 * jax.random.normal(keys[2], (hidden,))
 
     def call(implementation):
@@ -193,15 +192,14 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.seconds + 30, exit=True)
     begin = time.monotonic()
     rows, failed = [], 0
+    head = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
 
     def say(row):
         rows.append(row)
         print(f"{time.monotonic() - begin:5.1f}s {row}", flush=True)
         if args.out:
             with open(args.out, "w") as file:
-                json.dump(
-                    {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "rows": rows}, file, indent=1
-                )
+                json.dump(head | {"rows": rows}, file, indent=1)
 
     with selection.use("auto"):
         for seed, (shape, n, dtype, state_dtype, options) in enumerate(cases()):

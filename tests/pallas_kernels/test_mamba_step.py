@@ -1,14 +1,17 @@
-"""One decode step of a Mamba-2 block: the reference against float64 and against the layer, the kernel in the interpreter
-and lowered for CUDA, the choice between them. On a GPU: tests/gpu/test_decode_kernels.py."""
+"""One decode step of a Mamba-2 block: the reference against float64 and against the layer, the kernel in the
+interpreter and lowered for CUDA, the choice between them. On a GPU: tests/gpu/test_decode_kernels.py."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nemotron_jax.cache import Rows
+from nemotron_jax import NemotronH, NemotronHConfig, step, targets
+from nemotron_jax.cache import MambaCache, Rows
 from pallas_kernels import Unsupported, selection
-from pallas_kernels.mamba_step import mamba_step, mosaic_gpu, reference, shapes, supported
+from pallas_kernels.mamba_step import declined, mamba_step, mosaic_gpu, reference, shapes, supported
 from tests import tiny
 from tests.gpu.decode_kernel_checks import error, problem
 from tests.pallas_kernels.interpreter import interpreter
@@ -65,8 +68,9 @@ def test_reference_is_the_layer(valid, count_case, monkeypatch):
     layer = model.network().layers[model.config.hybrid_override_pattern.index("M")].mixer
     keys = jax.random.split(jax.random.key(0), 3)
     shapes_ = model.cache_shapes(3, 8).tree.layers[model.config.hybrid_override_pattern.index("M")]
-    cache = type(shapes_)(
-        *(jax.random.normal(k, v.shape, v.dtype) for k, v in zip(keys, (shapes_.conv, shapes_.ssm), strict=False))
+    cache = MambaCache(
+        jax.random.normal(keys[0], shapes_.conv.shape, shapes_.conv.dtype),
+        jax.random.normal(keys[1], shapes_.ssm.shape, shapes_.ssm.dtype),
     )
     u = jax.random.normal(keys[2], (3, 1, model.config.hidden_size))
     alive = jnp.ones(3, jnp.int32) if valid is None else jnp.array(valid, jnp.int32)
@@ -117,8 +121,7 @@ def lowered(shape, rows, dtype="bfloat16", state_dtype="float32", **options):
     return jax.jit(call, donate_argnums=(1, 2)).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("name", shapes.SHAPES)
-@pytest.mark.parametrize("rows", [1, 129])
+@pytest.mark.parametrize("rows, name", [((1, 129)[i % 2], name) for i, name in enumerate(shapes.SHAPES)])
 def test_lowers_to_one_launch_that_keeps_its_buffers(name, rows, count_case):
     text = lowered(shapes.SHAPES[name], rows)
     assert text.count("mosaic_gpu_v2") == 1
@@ -190,6 +193,16 @@ def test_the_choice(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("rows, setting, reason", [(16, "auto", None), (17, "auto", "pays"), (17, "mamba_step", None)])
+def test_large_states_are_left_to_xla(rows, setting, reason):
+    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
+    state = jax.ShapeDtypeStruct((rows, 128, 64, 128), jnp.float32)
+    with selection.use(setting), jax.sharding.use_abstract_mesh(mesh):
+        found = declined(state, groups=8, dtype="bfloat16", window_dtype="bfloat16")
+    assert found is None if reason is None else reason in found
+
+
 @pytest.mark.parametrize("kind, reason", [("NVIDIA H200", None), ("NVIDIA A100", "Hopper")])
 def test_the_device_decides(kind, reason):
     device = jax.sharding.AbstractDevice(kind, num_cores=None, platform="gpu")
@@ -197,3 +210,30 @@ def test_the_device_decides(kind, reason):
     with selection.use("auto"), jax.sharding.use_abstract_mesh(mesh):
         found = selection.fault("mamba_step")
     assert found is None if reason is None else reason in found
+
+
+# ------------------------------------------------------------------------------------------------ in the model
+@pytest.mark.parametrize(
+    "setting, batch, steps, norms",
+    [
+        ("none", 1, 0, False),
+        ("mamba_step", 1, 1, False),
+        ("rms_norm", 1, 0, True),
+        ("auto", 1, 1, True),
+        ("auto", 17, 0, True),
+        ("mamba_step", 17, 1, False),
+    ],
+)
+def test_a_models_decode_step_for_an_absent_h200(setting, batch, steps, norms, count_case):
+    """The Mamba layers share one lowered function, so the program's text has their kernel once."""
+    target = targets.absent("h200", 1, compile=False)
+    config = NemotronHConfig.preset("nemotron-h-8b")
+    config = dataclasses.replace(
+        config, hybrid_override_pattern="M-M*", block_configs=config.block_configs and config.block_configs[:4]
+    )
+    model = NemotronH(config, mesh=target.mesh())
+    with selection.use(setting):
+        text = step.lower_step(model, batch, 1, 64, target).as_text()
+    assert text.count("output_operand_alias<") == 2 * steps  # window and state, which no other kernel has
+    assert (text.count("mosaic_gpu_v2") > steps) == norms
+    count_case()

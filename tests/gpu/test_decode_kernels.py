@@ -1,0 +1,36 @@
+"""Kernels of a decode step on a real GPU, see decode_kernel_checks.py."""
+
+import faulthandler
+
+import jax
+import pytest
+
+from tests.gpu import decode_kernel_checks as checks
+
+pytestmark = pytest.mark.gpu
+CASES = list(checks.cases())
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    """A block that waits for others that never come hangs; a hang must end the run."""
+    if jax.default_backend() != "gpu":
+        pytest.fail("needs a GPU")
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_mamba_step(number, count_case):
+    shape, rows, dtype, state_dtype, options = CASES[number]
+    checks.check_mamba_step(number, shape, rows, dtype, state_dtype, **({"repeats": 20} | options))
+    count_case()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+@pytest.mark.parametrize("hidden", [200, 2688, 4096, 8192])
+@pytest.mark.parametrize("dtype, residual", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")])
+def test_rms_norm(tokens, hidden, dtype, residual, count_case):
+    checks.check_rms_norm(tokens, tokens, hidden, dtype, residual, repeats=20)
+    count_case()
