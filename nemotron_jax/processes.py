@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -429,7 +429,7 @@ class _Watch:
                     raise
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> Generator[None]:
         """Something that all processes do together."""
         self.steps += 1
         self._inside = time.monotonic()

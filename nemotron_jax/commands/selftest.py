@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"  {shape:22} {c['implementation']:10} {c['reason']}")
         for name, reason in reasons.items():
             print(f"  {name} does not run here: {reason}")
-        failed = [check["name"] for check in checks if check["ok"] is False]
+        failed = [str(check["name"]) for check in checks if check["ok"] is False]
         ran = sum(check["ok"] is not None for check in checks)
         print(f"{len(failed)} of {ran} checks failed: {', '.join(failed)}" if failed else f"{ran} checks passed")
     return cli.DONE if ok else cli.FAILED
