@@ -27,7 +27,7 @@ COMMANDS = {
     "selftest": "device, link and kernel check before a long run",
 }
 DONE, FAILED, BAD_INPUT = 0, 1, 2
-ONE_PROCESS = ("convert",)  # of several processes the first one runs these, and the others wait
+ONE_PROCESS = ("convert",)  # of several processes the first one runs these alone
 BAD = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
@@ -54,14 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         modules[name].add_arguments(sub)
     args = parser.parse_args(argv)
     try:
-        processes.join(processes.settings(args))
+        how = processes.settings(args)
+        if how is not None and args.command in ONE_PROCESS:
+            if how.index is None:
+                raise ValueError(f"{args.command} runs in one process; set NEMOTRON_JAX_CLUSTER=off in that one")
+            if how.index:
+                return DONE
+            how = None
+        processes.join(how)
         logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
         logging.getLogger("nemotron_jax").setLevel(logging.INFO if args.verbose else logging.WARNING)
         if processes.active():
             own = ("coordinator", "process_id", "local_devices")
             processes.agree("command", {k: str(v) for k, v in vars(args).items() if k not in own})
-        alone = args.command in ONE_PROCESS and not processes.first()
-        status = DONE if alone else modules[args.command].run(args)
+        status = modules[args.command].run(args)
         processes.leave()
         return status
     except BAD as error:
@@ -91,8 +97,8 @@ def _ended(error: BaseException, status: int, text: str) -> int:
     return status
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that every command with a model takes."""
+def add_model_arguments(parser: argparse.ArgumentParser, *, loads: bool = True) -> None:
+    """The options that every command with a model takes; ``loads``: whether it reads the weights."""
     parser.add_argument("--tensor-parallel", type=positive, default=1, metavar="N", help="ranks of the tensor axis")
     parser.add_argument("--data-parallel", type=positive, default=1, metavar="N", help="ranks of the data axis")
     parser.add_argument(
@@ -102,6 +108,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="none | all[/IMPL] | auto | kinds:M*[/IMPL] | layers:LETTERS (default: auto)",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of matrices and activations")
+    if loads:
+        parser.add_argument(
+            "--conversion-cache",
+            nargs="?",
+            const=True,
+            metavar="DIR",
+            help="keep the converted weights and restore them next time, in DIR or the user's cache folder (default: "
+            "NEMOTRON_JAX_CONVERSION_CACHE, for quantised checkpoints; unset is off)",
+        )
 
 
 def positive(text: str) -> int:

@@ -42,10 +42,10 @@ PREFIX = "nemotron_jax/"
 _COORDINATOR, _COUNT, _INDEX = "NEMOTRON_JAX_COORDINATOR", "NEMOTRON_JAX_NUM_PROCESSES", "NEMOTRON_JAX_PROCESS_ID"
 _DEVICES, _CLUSTER = "NEMOTRON_JAX_LOCAL_DEVICES", "NEMOTRON_JAX_CLUSTER"
 _SILENCE, _STALL, _START = "NEMOTRON_JAX_SILENCE_SECONDS", "NEMOTRON_JAX_STALL_SECONDS", "NEMOTRON_JAX_START_SECONDS"
-# What JAX's cluster detection needs, and the variable that says how many processes there are. Kubernetes is left out:
-# the pods of a job often have nothing to do with each other, so there it must be asked for.
+# What JAX's cluster detection needs (first: which process this is), and how many processes there are. Kubernetes is left
+# out: the pods of a job often have nothing to do with each other, so there it must be asked for.
 _CLUSTERS = (
-    (("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"), "SLURM_NTASKS"),
+    (("SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID"), "SLURM_NTASKS"),
     (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "OMPI_COMM_WORLD_SIZE"),
 )
 # Errors of a collective that say no more than that somebody else is gone.
@@ -59,7 +59,7 @@ class Settings:
     Attributes:
       coordinator: HOST:PORT where process 0 listens; None: JAX's cluster detection finds it.
       count: how many processes; None with detection.
-      index: which one this is; None with detection.
+      index: which one this is; None where only JAX's detection will know.
       local_devices: numbers of the GPUs that this process takes; None: all that it sees (one each under SLURM and MPI).
       silence, stall, start: seconds, see the module's constants; ``start`` is how long to wait for the others at first.
     """
@@ -131,11 +131,11 @@ def settings(args: argparse.Namespace | None = None, environment: Mapping[str, s
     wanted = environment.get(_CLUSTER) or "auto"
     if wanted not in ("auto", "on", "off"):
         raise ValueError(f"processes: {_CLUSTER}: found {wanted!r}, accepted 'auto', 'on', 'off'")
-    detected = any(
-        all(name in environment for name in names) and int(environment[many]) > 1 for names, many in _CLUSTERS
+    here = next(
+        (n for n, many in _CLUSTERS if all(v in environment for v in n) and int(environment.get(many, 1)) > 1), ()
     )
-    if wanted == "on" or (wanted == "auto" and detected):
-        return Settings(local_devices=devices, **seconds)
+    if wanted == "on" or (wanted == "auto" and here):
+        return Settings(index=int(environment[here[0]]) if here else None, local_devices=devices, **seconds)
     return None
 
 
@@ -546,7 +546,7 @@ class _Watch:
             if self.index == 0:  # the store is in this process: the others read why before it goes
                 limit = time.monotonic() + 2 * PARTING
                 while time.monotonic() < limit and any(
-                    i and i not in self._ends and self._quiet[i] < 3 * TICK for i in range(self.count)
+                    i and not self._heard(i) and self._quiet[i] < 3 * TICK for i in range(self.count)
                 ):
                     time.sleep(TICK / 4)
                 time.sleep(TICK)
@@ -556,6 +556,10 @@ class _Watch:
                 self.undertaker.dismiss()
             os._exit(status)  # an orderly end would wait for the others
         raise AssertionError
+
+    def _heard(self, i: int) -> bool:
+        """Whether a process knows that all end badly."""
+        return i in self._ends and json.loads(self._ends[i])["status"] != 0
 
     def finish(self) -> None:
         """All is done here; wait until it is everywhere."""

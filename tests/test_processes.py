@@ -57,13 +57,16 @@ def free_port() -> int:
 class Group:
     """Processes without a launcher: each stands for one on a machine of its own."""
 
-    def __init__(self, count: int, *arguments, port: int | None = None, own=None, **env):
-        common = environment(
-            NEMOTRON_JAX_COORDINATOR=f"127.0.0.1:{port or free_port()}", NEMOTRON_JAX_NUM_PROCESSES=count, **env
-        )
+    def __init__(self, count: int, *arguments, port: int | None = None, own=None, detect: bool = False, **env):
+        common = environment(**env)
+        told = {
+            "NEMOTRON_JAX_COORDINATOR": f"127.0.0.1:{port or free_port()}",
+            "NEMOTRON_JAX_NUM_PROCESSES": str(count),
+        }
         self.processes = []
         for i in range(count):
-            mine = {"NEMOTRON_JAX_PROCESS_ID": str(i)} | (own(i) if own else {})
+            mine = {} if detect else told | {"NEMOTRON_JAX_PROCESS_ID": str(i)}
+            mine |= own(i) if own else {}
             self.processes.append(
                 subprocess.Popen(
                     program(*arguments), env=common | mine, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -124,12 +127,12 @@ def test_settings_from_options_and_environment():
 
 def test_clusters_are_detected():
     slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-    assert processes.settings(options(), slurm | {"SLURM_NTASKS": "2"}) == processes.Settings()
+    assert processes.settings(options(), slurm | {"SLURM_NTASKS": "2"}) == processes.Settings(index=0)
     assert processes.settings(options(), slurm | {"SLURM_NTASKS": "1"}) is None
     del slurm["SLURM_STEP_NODELIST"]  # a batch script or an allocation, not a step of it
     assert processes.settings(options(), slurm | {"SLURM_NTASKS": "2"}) is None
     mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-    assert processes.settings(options(), mpi) == processes.Settings()
+    assert processes.settings(options(), mpi) == processes.Settings(index=1)
     assert processes.settings(options(), mpi | {"NEMOTRON_JAX_CLUSTER": "off"}) is None
     pods = {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0"}  # may be independent: only when asked
     assert processes.settings(options(), pods) is None
@@ -291,6 +294,49 @@ def test_cold_and_warm_compilation_caches_agree(tmp_path, count_case):
     assert len(list((tmp_path / "zero").iterdir())) > 2  # there was something to take
     assert found[0] == found[1]
     count_case()
+
+
+@pytest.mark.full
+def test_slurm_is_found(count_case):
+    """The variables of a SLURM step on this machine are all that two tasks need."""
+
+    def own(i: int) -> dict[str, str]:
+        step = {"SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+        return step | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), "JAX_COORDINATOR_PORT": str(port)}
+
+    port = free_port()
+    asked = ("generate", "--prompt", PROMPTS[0], "--max-new-tokens", 4, "--dtype", "float32", "--json")
+    with Group(2, *asked, own=own, detect=True) as group:
+        results = group.results()
+    assert [r[0] for r in results.values()] == [0, 0], results[0][2]
+    found = json.loads(results[0][1])
+    assert found["tensor_parallel"] == 2  # the devices of the machine
+    assert found["outputs"][0]["tokens"] == list(Generator(trained(1), max_new_tokens=4).generate(PROMPTS[0])[0].tokens)
+    count_case()
+
+
+@pytest.mark.full
+def test_other_commands(tmp_path, count_case):
+    """convert runs once; an experiment's results are kept by process 0, and a second call finds them all done."""
+    model = ROOT / "nemotron_jax/models/tiny-nemotron-h"
+    done = launch(2, "convert", model, tmp_path / "orbax", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["tensors"] > 10, done.stderr
+    done = launch(2, "generate", tmp_path / "orbax", "--prompt", "x", "--max-new-tokens", 3, "--tensor-parallel", 2)
+    assert done.returncode == 0, done.stderr
+    done = launch(2, "inspect", "tiny-nemotron-h", "--tensor-parallel", 2, "--json")
+    assert done.returncode == 0 and len(json.loads(done.stdout)["boundaries"]) == 11, done.stderr
+    spec = tmp_path / "spec.toml"
+    spec.write_text(
+        'model = "tiny-nemotron-h"\ndtype = "float32"\n[[run]]\nmesh = [{tensor = 2}, {data = 2}]\n'
+        'plan = ["none", "all/gather"]\nwhat = ["decode"]\nbatch = [2]\ntokens = [16]\nsteps = [2, 4]\nrepeats = 1\n'
+    )
+    for _ in range(2):
+        done = launch(2, "experiment", spec, "--out", tmp_path / "out", "--json")
+        assert done.returncode == 0, done.stderr
+        runs = json.loads(done.stdout)["runs"]
+        assert [r["status"] for r in runs] == ["done"] * 4 and all(r["keeps_promise"] for r in runs)
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["runs"] == runs
+    count_case(7)
 
 
 # ------------------------------------------------------------------------------------------------- faults
