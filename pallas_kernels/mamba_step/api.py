@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import selection
 from pallas_kernels.errors import Unsupported
-from pallas_kernels.mamba_step import reference
+from pallas_kernels.mamba_step import reference, typed
 
 logger = logging.getLogger(__name__)
 
@@ -180,10 +180,5 @@ def _run(implementation, groups, eps, time_step_limit, *operands):
     kwargs = dict(groups=groups, eps=eps, time_step_limit=time_step_limit)
     if implementation == "reference" or operands[0].shape[0] == 0:
         return reference.mamba_step(*operands, **kwargs)
-    # Imported here: programs that never leave the CPU do not load the kernel compiler.
-    from pallas_kernels.mamba_step import mosaic_gpu
-
     axes = frozenset().union(*(selection.varying(x) for x in operands if x is not None))
-    operands = [None if x is None else selection.vary(x, axes) for x in operands]
-    outs = mosaic_gpu.mamba_step(*operands, **kwargs)
-    return tuple(selection.vary(out, axes) for out in outs)  # a kernel's outputs carry no varying axes of their own
+    return typed.mamba_step([None if x is None else selection.vary(x, axes) for x in operands], **kwargs)

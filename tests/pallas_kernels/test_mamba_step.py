@@ -237,3 +237,18 @@ def test_a_models_decode_step_for_an_absent_h200(setting, batch, steps, norms, c
     assert text.count("output_operand_alias<") == 2 * steps  # window and state, which no other kernel has
     assert (text.count("mosaic_gpu_v2") > steps) == norms
     count_case()
+
+
+@pytest.mark.parametrize("tensor, data, plan, steps", [(2, 1, "all/psum", 1), (2, 2, "none", 1), (16, 1, "none", 0)])
+def test_over_several_devices(tensor, data, plan, steps, count_case):
+    """Operands differ over the mesh; with more ranks than groups the norm is not the kernel's."""
+    target = targets.absent("h200", tensor * data, compile=False)
+    config = NemotronHConfig.preset("nemotron-h-8b")
+    config = dataclasses.replace(
+        config, hybrid_override_pattern="M-", block_configs=config.block_configs and config.block_configs[:2]
+    )
+    model = NemotronH(config, mesh=target.mesh(tensor, data), fusion=plan)
+    with selection.use("mamba_step"):
+        text = step.lower_step(model, data, 1, 64, target).as_text()
+    assert text.count("output_operand_alias<") == 2 * steps
+    count_case()
