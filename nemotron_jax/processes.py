@@ -42,8 +42,8 @@ PREFIX = "nemotron_jax/"
 _COORDINATOR, _COUNT, _INDEX = "NEMOTRON_JAX_COORDINATOR", "NEMOTRON_JAX_NUM_PROCESSES", "NEMOTRON_JAX_PROCESS_ID"
 _DEVICES, _CLUSTER = "NEMOTRON_JAX_LOCAL_DEVICES", "NEMOTRON_JAX_CLUSTER"
 _SILENCE, _STALL, _START = "NEMOTRON_JAX_SILENCE_SECONDS", "NEMOTRON_JAX_STALL_SECONDS", "NEMOTRON_JAX_START_SECONDS"
-# What JAX's cluster detection needs (first: which process this is), and how many processes there are. Kubernetes is left
-# out: the pods of a job often have nothing to do with each other, so there it must be asked for.
+# What JAX's cluster detection needs (first: which process this is), and how many processes there are. Kubernetes is
+# left out: the pods of a job often have nothing to do with each other, so there it must be asked for.
 _CLUSTERS = (
     (("SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_LOCALID"), "SLURM_NTASKS"),
     (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "OMPI_COMM_WORLD_SIZE"),
