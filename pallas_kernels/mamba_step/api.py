@@ -71,7 +71,15 @@ def declined(
         reason = "there is no row"
     if reason is None and selection.automatic() and state.size * state.dtype.itemsize > AUTOMATIC_STATE_BYTES:
         reason = f"pays up to {AUTOMATIC_STATE_BYTES >> 20} MiB of state; there are {state.size * state.dtype.itemsize}"
-    return reason or selection.fault("mamba_step")
+    reason = reason or selection.fault("mamba_step")
+    _report(state.shape, reason)
+    return reason
+
+
+@functools.cache
+def _report(shape: tuple[int, ...], reason: str | None) -> None:
+    """Say once per shape what runs."""
+    logger.info("mamba_step, state %s: %s", shape, "mosaic_gpu" if reason is None else f"plain JAX: {reason}")
 
 
 def mamba_step(
@@ -142,7 +150,6 @@ def mamba_step(
         raise ValueError("mamba_step: " + "; ".join(faults))
     if implementation is None:
         reason = declined(state, groups=groups, dtype=zxbcdt.dtype, window_dtype=window.dtype)
-        logger.debug("mamba_step %s: %s", state.shape, reason or "mosaic_gpu")
         implementation = "mosaic_gpu" if reason is None else "reference"
     elif implementation == "mosaic_gpu":
         reason = supported(
