@@ -178,8 +178,10 @@ def test_faults_at_once_and_refusals():
 
 def test_the_choice(monkeypatch):
     monkeypatch.delenv(selection.VARIABLE, raising=False)
-    assert "mamba_step" in selection.allowed()
-    assert "needs a GPU" in selection.fault("mamba_step")  # here
+    assert selection.allowed() == ()  # nothing unless asked for
+    with selection.use("auto"):
+        assert "mamba_step" in selection.allowed()
+        assert "needs a GPU" in selection.fault("mamba_step")  # here
     with selection.use("none"):
         assert selection.allowed() == () and "switched off" in selection.fault("mamba_step")
         with selection.use("rms_norm"):
