@@ -15,8 +15,8 @@ import jax
 NAMES = ("mamba_step", "rms_norm")
 AUTO = ("mamba_step", "rms_norm")  # those that were measured to pay
 VARIABLE = "PALLAS_KERNELS"
-# "auto" once the kernels that ship have passed tests/gpu/decode_kernel_checks.py: they were rewritten after its last run,
-# and some faults of such kernels show on hardware alone.
+# "auto" once the kernels that ship have passed tests/gpu/decode_kernel_checks.py: they were rewritten after its last
+# run, and some faults of such kernels show on hardware alone.
 DEFAULT = "none"
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
