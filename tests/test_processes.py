@@ -383,6 +383,35 @@ def test_a_lost_process_ends_the_others(count, victim, how, count_case):
     count_case()
 
 
+@pytest.mark.full
+def test_a_process_that_falls_behind_is_named(tmp_path, count_case):
+    """It lives, but never comes to what the other one waits for."""
+    script = tmp_path / "behind.py"
+    script.write_text(
+        "import time\n"
+        "from nemotron_jax import processes\n"
+        "processes.join(processes.settings())\n"
+        "if processes.index() == 1: time.sleep(100)\n"
+        "processes.gather(1)\n"
+    )
+    port, begun = free_port(), time.monotonic()
+    told = {"NEMOTRON_JAX_COORDINATOR": f"127.0.0.1:{port}", "NEMOTRON_JAX_NUM_PROCESSES": 2}
+    both = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=environment(**told, NEMOTRON_JAX_PROCESS_ID=i, NEMOTRON_JAX_STALL_SECONDS=4),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i in (0, 1)
+    ]
+    errors = [p.communicate(timeout=60)[1] for p in both]
+    assert [p.returncode for p in both] == [processes.LOST] * 2 and time.monotonic() - begun < 40
+    who = f"process 1 (host {socket.gethostname()}, pid {both[1].pid}) is lost: for"
+    assert all(who in err and "it has not come to step" in err for err in errors), errors
+    count_case()
+
+
 def test_a_fault_of_one_process_is_told_by_all(tmp_path, count_case):
     """A file that only one machine lacks: status 2 everywhere, and the process is named."""
     (tmp_path / "here").mkdir()
