@@ -204,6 +204,7 @@ def mamba_step(
             return values
 
         gated = []
+        decay = dtx = y = jnp.zeros((), jnp.float32)  # of the tile at hand; its first unit sets them
         for i, (tile, first) in enumerate(units):
             old = ahead[i]
             if i + distance < len(units):
