@@ -111,11 +111,9 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, loads: bool = True) 
     if loads:
         parser.add_argument(
             "--conversion-cache",
-            nargs="?",
-            const=True,
             metavar="DIR",
-            help="keep the converted weights and restore them next time, in DIR or the user's cache folder (default: "
-            "NEMOTRON_JAX_CONVERSION_CACHE, for quantised checkpoints; unset is off)",
+            help="keep the converted weights in DIR (`on`: in the user's cache folder) and restore them next time "
+            "(default: NEMOTRON_JAX_CONVERSION_CACHE, for quantised checkpoints; unset is off)",
         )
 
 

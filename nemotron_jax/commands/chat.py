@@ -23,7 +23,14 @@ def run(args: argparse.Namespace) -> int:
     from nemotron_jax.generation import Conversation, Generator
     from nemotron_jax.generation.prompt_files import FilePrompt
 
-    model = load(args.model, mesh=mesh, dtype=args.dtype, fusion=args.fusion, mtp=args.speculative_tokens > 0)
+    model = load(
+        args.model,
+        mesh=mesh,
+        dtype=args.dtype,
+        fusion=args.fusion,
+        mtp=args.speculative_tokens > 0,
+        conversion_cache=args.conversion_cache,
+    )
     conversation = Conversation(Generator(model, steps_per_call=8, **settings), system=args.system)
     if conversation.plain:
         print(

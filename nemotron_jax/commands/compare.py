@@ -95,7 +95,8 @@ def _run_model(args: argparse.Namespace, name: str | None, reference):
     from nemotron_jax.parity.comparison import check_fit
     from nemotron_jax.weights import load
 
-    model = load(name, mesh=mesh, dtype=args.dtype or "float32", fusion=args.fusion)
+    cache = args.conversion_cache
+    model = load(name, mesh=mesh, dtype=args.dtype or "float32", fusion=args.fusion, conversion_cache=cache)
     if reference is not None:
         check_fit(model, reference)
         inputs, wanted = dict(reference.arrays), set(reference.arrays)

@@ -136,7 +136,14 @@ def run(args: argparse.Namespace) -> int:
     from nemotron_jax import load
     from nemotron_jax.generation import Generator
 
-    model = load(args.model, mesh=mesh, dtype=args.dtype, fusion=args.fusion, mtp=args.speculative_tokens > 0)
+    model = load(
+        args.model,
+        mesh=mesh,
+        dtype=args.dtype,
+        fusion=args.fusion,
+        mtp=args.speculative_tokens > 0,
+        conversion_cache=args.conversion_cache,
+    )
     if args.stream:
         settings["steps_per_call"] = 8
     generator = Generator(model, **settings)

@@ -12,7 +12,7 @@ SMALL = 1 << 26  # parameter bytes up to which the program is compiled without b
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL_OR_PRESET", help="default: the shipped model")
-    cli.add_model_arguments(parser)
+    cli.add_model_arguments(parser, loads=False)
     parser.add_argument("--tokens", type=cli.positive, default=1, metavar="N", help="new tokens per row (default: 1)")
     parser.add_argument("--batch", type=cli.positive, metavar="N", help="rows (default: one per data rank)")
     parser.add_argument("--context", type=cli.positive, default=2048, metavar="N", help="tokens in the cache already")

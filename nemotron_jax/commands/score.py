@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     from nemotron_jax.generation.prompts import encode
     from nemotron_jax.generation.scoring import Total, log_likelihoods, windows
 
-    model = load(args.model, mesh=mesh, dtype=args.dtype, fusion=args.fusion)
+    cache = args.conversion_cache
+    model = load(args.model, mesh=mesh, dtype=args.dtype, fusion=args.fusion, conversion_cache=cache)
     positions = model.config.max_position_embeddings or args.window + 1
     size = min(args.window, positions - 1)
     if size < args.window:

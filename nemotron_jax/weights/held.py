@@ -23,10 +23,12 @@ class Origin:
       folder: the folder they were loaded from.
       tensors: what its files call each tensor.
       metadata: of each file.
+      quantized: whether the folder stores weights quantised.
     """
 
     def __init__(self, model: NemotronH, folder: Path, source: Source):
         self.folder, self.tensors, self.metadata = folder, source.tensors, dict(getattr(source, "metadata", {}))
+        self.quantized = source.quantized
         self._loaded = [weakref.ref(array) for array in model.weights or ()]
 
     def untouched(self, index: int, array: jax.Array) -> bool:
@@ -84,6 +86,7 @@ class Held(Source):
         self._host: dict[tuple[int, int], np.ndarray] = {}
         self._lock = threading.Lock()
         self.metadata = origin.metadata if origin else {}
+        self.quantized = bool(origin and origin.quantized)
 
     def share(self, index: int, rank: int) -> np.ndarray:
         """What ``rank`` holds of a parameter, on the host; the last few are kept."""

@@ -1,24 +1,26 @@
 """``load``: from a folder to a model on a mesh, with every tensor of the file accounted for."""
 
+import contextlib
+import functools
 import logging
-import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.parameters import planned_bytes
 from nemotron_jax.runtime import NemotronH
 from nemotron_jax.sharding import ShardingRules
 from nemotron_jax.weights.atomic import recover
+from nemotron_jax.weights.conversion_cache import Entry, cache_folder, source_name
 from nemotron_jax.weights.held import Origin
 from nemotron_jax.weights.held import verify as compare_bytes
 from nemotron_jax.weights.hub import download, is_hub_id
 from nemotron_jax.weights.orbax import OrbaxCheckpoint, is_orbax
+from nemotron_jax.weights.progress import progress_bar
 from nemotron_jax.weights.quantized import open_plain_or_quantized
 from nemotron_jax.weights.source import FLOATS, Source, listed
 
@@ -41,6 +43,7 @@ def load(
     progress: bool | None = None,
     verify: bool = False,
     revision: str | None = None,
+    conversion_cache: bool | str | Path | None = None,
 ) -> NemotronH:
     """Load a checkpoint into a model on ``mesh``; each device receives only its slices.
 
@@ -56,8 +59,12 @@ def load(
       fusion: fusion plan.
       mtp: also load the multi-token-prediction layers.
       progress: a progress bar on stderr; default where stderr is a terminal.
-      verify: read everything again afterwards and compare it with what the devices hold, byte for byte.
+      verify: read everything again afterwards and compare it with what the devices hold, byte for byte. With a
+        conversion cache it is the source that is read for this.
       revision: of a hub id: branch, tag or commit.
+      conversion_cache: keep the conversion to Orbax layout, quantised weights dequantised, and restore it as long as
+        the source has not changed: in a folder, or True: in the user's cache folder. None: as the environment
+        variable NEMOTRON_JAX_CONVERSION_CACHE says; see :mod:`nemotron_jax.weights.conversion_cache`.
 
     Raises:
       FileNotFoundError, ValueError: before device memory is used; all missing, unknown and misshapen tensors are named.
@@ -65,23 +72,32 @@ def load(
     """
     folder = default_model() if path is None else locate(path, revision=revision)
     config = NemotronHConfig.from_json(folder)
-    source = open_source(folder, config)
-    model = NemotronH(config, mesh=mesh, rules=rules, dtype=dtype, fusion=fusion, mtp=mtp)
-    model.folder = folder
-    used = check_tensors(model, source)
-    logger.info("loading %s: %d tensors, %.1f MB", folder, len(used), source.bytes(used) / 1e6)
-    total = planned_bytes(model.parameters, model.mesh)
-    try:
-        with progress_bar("loading", total, progress) as bar:
-            model.fill(source, bar.update)
-        model.origin = Origin(model, folder, source)
-        if verify:
-            with progress_bar("verifying", total, progress) as bar:
-                compare_bytes(model, source, bar.update)
-    except OSError as error:
-        raise ValueError(f"{source.where} cannot be read: {error}") from error
-    finally:
-        source.close()
+    cache = cache_folder(conversion_cache, folder, config)
+    with contextlib.ExitStack() as stack:
+
+        def original() -> Source:
+            return stack.enter_context(contextlib.closing(open_source(folder, config)))
+
+        model = NemotronH(config, mesh=mesh, rules=rules, dtype=dtype, fusion=fusion, mtp=mtp)
+        model.folder = folder
+        if cache is None:
+            source = original()
+        else:
+            entry = Entry(cache, source_name(path, folder, revision), folder, config)
+            check = functools.partial(check_tensors, model)
+            source = stack.enter_context(entry.opened(original, check, progress=progress))
+        used = check_tensors(model, source)
+        logger.info("loading %s: %d tensors, %.1f MB", folder, len(used), source.bytes(used) / 1e6)
+        total = planned_bytes(model.parameters, model.mesh)
+        try:
+            with progress_bar("loading", total, progress) as bar:
+                model.fill(source, bar.update)
+            model.origin = Origin(model, folder, source)
+            if verify:
+                with progress_bar("verifying", total, progress) as bar:
+                    compare_bytes(model, source if cache is None else original(), bar.update)
+        except OSError as error:
+            raise ValueError(f"{source.where} cannot be read: {error}") from error
     return model
 
 
@@ -109,11 +125,6 @@ def open_source(folder: Path, config: NemotronHConfig) -> Source:
     if is_orbax(folder):
         return OrbaxCheckpoint(folder, config)
     return open_plain_or_quantized(folder, config)
-
-
-def progress_bar(what: str, total: int, progress: bool | None) -> tqdm:
-    disable = None if progress is None else not progress
-    return tqdm(total=total, unit="B", unit_scale=True, desc=what, file=sys.stderr, disable=disable)
 
 
 def check_tensors(model: NemotronH, source: Source) -> list[str]:

@@ -2,26 +2,20 @@
 
 import dataclasses
 import logging
-import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.runtime import NemotronH
 from nemotron_jax.shapes import checkpoint_shapes
-from nemotron_jax.weights.atomic import replacing
-from nemotron_jax.weights.companions import carry
-from nemotron_jax.weights.export import write_safetensors
 from nemotron_jax.weights.held import Held
 from nemotron_jax.weights.huggingface import INDEX
-from nemotron_jax.weights.loading import locate, may_skip, open_source, progress_bar
-from nemotron_jax.weights.orbax import is_orbax, write_arrays
+from nemotron_jax.weights.loading import locate, may_skip, open_source
+from nemotron_jax.weights.orbax import is_orbax
 from nemotron_jax.weights.source import FLOATS, Source, listed
+from nemotron_jax.weights.writing import HUGGINGFACE, ORBAX, write
 
 logger = logging.getLogger("nemotron_jax")
-
-ORBAX, HUGGINGFACE = "orbax", "huggingface"
 
 
 def save(model: NemotronH, path: str | Path, *, progress: bool | None = None) -> None:
@@ -41,7 +35,8 @@ def save(model: NemotronH, path: str | Path, *, progress: bool | None = None) ->
         untouched.
     """
     held = Held(model)
-    _write(Path(path), ORBAX, held, model.config, model.folder, overwrite=False, progress=progress)
+    check_replaceable(Path(path))
+    write(Path(path), ORBAX, held, model.config, model.folder, progress=progress)
 
 
 def export(model: NemotronH, path: str | Path, *, overwrite: bool = False, progress: bool | None = None) -> None:
@@ -57,7 +52,8 @@ def export(model: NemotronH, path: str | Path, *, overwrite: bool = False, progr
       ValueError: as for :func:`save`.
     """
     held = Held(model)
-    _write(Path(path), HUGGINGFACE, held, model.config, model.folder, overwrite=overwrite, progress=progress)
+    check_replaceable(Path(path), overwrite)
+    write(Path(path), HUGGINGFACE, held, model.config, model.folder, progress=progress)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +105,8 @@ def convert(
     kind = HUGGINGFACE if is_orbax(folder) else ORBAX
     if folder.resolve() == Path(target).resolve():
         raise ValueError(f"{target} is the source itself; accepted: another folder")
-    _write(Path(target), kind, opened, config, folder, overwrite=overwrite, progress=progress)
+    check_replaceable(Path(target), overwrite)
+    write(Path(target), kind, opened, config, folder, progress=progress)
     opened.close()
     return Conversion(len(opened.tensors), opened.bytes(), time.perf_counter() - begun, kind)
 
@@ -138,33 +135,6 @@ def check_complete(source: Source, config: NemotronHConfig) -> None:
             faults.append(f"{t.name} has dtype {t.dtype}, accepted {', '.join(FLOATS)}")
     if faults:
         raise ValueError(f"{source.where} does not fit its config: {listed(faults)}")
-
-
-def _write(
-    path: Path,
-    kind: str,
-    source: Source,
-    config: NemotronHConfig,
-    folder: Path | None,
-    *,
-    overwrite: bool,
-    progress: bool | None,
-) -> None:
-    check_replaceable(path, overwrite)
-    needed = source.bytes()
-    writer: Callable = write_arrays if kind == ORBAX else write_safetensors
-    arguments = (config,) if kind == ORBAX else ()
-    try:
-        with replacing(path) as new:
-            free = shutil.disk_usage(new).free
-            if free < needed:
-                raise OSError(f"it needs {needed} bytes, {free} are free on its disk")
-            carry(folder, new, config, dequantized=getattr(source, "quantized", False))
-            with progress_bar(f"writing {path.name}", needed, progress) as bar:
-                writer(new, source, *arguments, bar.update)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} was not written: {error}") from error
-    logger.info("wrote %d tensors, %.1f MB to %s", len(source.tensors), needed / 1e6, path)
 
 
 def check_replaceable(path: Path, overwrite: bool = False) -> None:

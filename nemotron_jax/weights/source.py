@@ -60,10 +60,12 @@ class Source:
     Attributes:
       where: what errors call it.
       tensors: what there is.
+      quantized: whether these are the plain values of what a folder stores quantised, and says so in its small files.
     """
 
     where: str
     tensors: dict[str, Tensor]
+    quantized: bool = False
 
     def read_block(self, name: str, dim: int, lo: int, hi: int, cuts: Sequence[Cut]) -> None:
         """Fill part of ``cuts``, all of them along ``dim`` of the tensor ``name``.
