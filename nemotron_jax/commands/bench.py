@@ -135,7 +135,7 @@ def _model(args: argparse.Namespace, mesh):
     from nemotron_jax.config import PRESETS
 
     if args.model not in PRESETS:
-        return load(args.model, mesh=mesh, dtype=args.dtype)
+        return load(args.model, mesh=mesh, dtype=args.dtype, conversion_cache=args.conversion_cache)
     config = NemotronHConfig.preset(args.model)
     if args.layers:
         pattern = config.hybrid_override_pattern[: args.layers]
