@@ -26,7 +26,7 @@ PROMPT ?= And the woman said unto the serpent,
 MIN_CASES ?= 6000
 MIN_CASES_FULL ?= 1
 MIN_CASES_OLDEST ?= 1
-MIN_CASES_PYTORCH ?= 35
+MIN_CASES_PYTORCH ?= 39
 # The oldest jax runs every test function, on this many of its cases.
 OLDEST_CASES ?= 2
 

@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels",
         nargs="+",
-        default=["auto"],
+        default=["none"],
         metavar="KERNELS",
-        help="settings of PALLAS_KERNELS to time side by side: auto, none, or names with commas (default: auto)",
+        help="settings of PALLAS_KERNELS to time side by side: auto, none, or names with commas (default: none)",
     )
     parser.add_argument("--batch", type=positive, nargs="+", default=[1], metavar="N")
     parser.add_argument(
