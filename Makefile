@@ -29,6 +29,10 @@ MIN_CASES_OLDEST ?= 1
 MIN_CASES_PYTORCH ?= 39
 # The oldest jax runs every test function, on this many of its cases.
 OLDEST_CASES ?= 2
+# What the oldest jax has to run: each block kind, each implementation, weights, generation and the program.
+OLDEST_TESTS ?= tests/pallas_kernels tests/test_model.py tests/test_reference.py tests/test_moe.py tests/test_mtp.py \
+  tests/test_fusion.py tests/test_plans.py tests/test_bfloat16.py tests/test_sampling.py tests/test_generation.py \
+  tests/test_cli_generate.py tests/test_weights.py tests/test_orbax.py tests/test_inspect.py tests/test_processes.py
 
 .PHONY: help demo test test-full test-oldest test-pytorch check wheel clean
 
@@ -44,8 +48,8 @@ test: $(VENV)/.installed-dev ## set up .venv and run the default tests (CPU, und
 test-full: $(VENV)/.installed-dev ## every case of the grids, and the slow tests
 	$(VENV)/bin/python $(PYTEST) --full --min-cases $(MIN_CASES_FULL) $(PYTEST_ARGS)
 
-test-oldest: $(VENV_OLDEST)/.installed ## every test, on few of its cases, with the oldest supported jax
-	$(VENV_OLDEST)/bin/python $(PYTEST) --thin $(OLDEST_CASES) --min-cases $(MIN_CASES_OLDEST) $(PYTEST_ARGS)
+test-oldest: $(VENV_OLDEST)/.installed ## blocks, kernels, weights, generation and program with the oldest supported jax
+	$(VENV_OLDEST)/bin/python $(PYTEST) --thin $(OLDEST_CASES) --min-cases $(MIN_CASES_OLDEST) $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 test-pytorch: $(VENV)/.installed-dev $(VENV_TORCH)/.installed ## compare with PyTorch live, in its own Python 3.11 environment
 	$(VENV)/bin/python -m pytest -q tests/pytorch --torch-python $(VENV_TORCH)/bin/python --min-cases $(MIN_CASES_PYTORCH) $(PYTEST_ARGS)
