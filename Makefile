@@ -27,7 +27,7 @@ MIN_CASES ?= 6000
 MIN_CASES_FULL ?= 1
 MIN_CASES_OLDEST ?= 1
 MIN_CASES_PYTORCH ?= 39
-# The oldest jax runs every test function, on this many of its cases.
+# The oldest jax runs this many cases of each test function.
 OLDEST_CASES ?= 2
 # What the oldest jax has to run: each block kind, each implementation, weights, generation and the program.
 OLDEST_TESTS ?= tests/pallas_kernels tests/test_model.py tests/test_reference.py tests/test_moe.py tests/test_mtp.py \
