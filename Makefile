@@ -28,7 +28,7 @@ MIN_CASES_FULL ?= 1
 MIN_CASES_OLDEST ?= 1
 MIN_CASES_PYTORCH ?= 39
 # The oldest jax runs this many cases of each test function.
-OLDEST_CASES ?= 2
+OLDEST_CASES ?= 1
 # What the oldest jax has to run: each block kind, each implementation, weights, generation and the program.
 OLDEST_TESTS ?= tests/pallas_kernels tests/test_model.py tests/test_reference.py tests/test_moe.py tests/test_mtp.py \
   tests/test_fusion.py tests/test_plans.py tests/test_bfloat16.py tests/test_sampling.py tests/test_generation.py \

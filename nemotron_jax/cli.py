@@ -27,6 +27,8 @@ COMMANDS = {
     "selftest": "device, link and kernel check before a long run",
 }
 DONE, FAILED, BAD_INPUT = 0, 1, 2
+MOST = 1 << 30  # of anything that is counted: positions and sizes are 32-bit numbers
+MOST_CPU_DEVICES = 256
 ONE_PROCESS = ("convert",)  # of several processes the first one runs these alone
 BAD = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
@@ -74,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.verbose and not processes.active():
             raise
         return _ended(error, BAD_INPUT, f"nemotron-jax {args.command}: {error}")
+    except FloatingPointError as error:
+        return _ended(error, FAILED, f"nemotron-jax {args.command}: {error}")
     except BrokenPipeError as error:
         if processes.active():
             processes.fail(error, DONE, "nobody reads the output any more")
@@ -119,8 +123,15 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, loads: bool = True) 
 
 def positive(text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"found {value}, accepted 1 or more")
+    if not 1 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"found {value}, accepted 1 to {MOST}")
+    return value
+
+
+def not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"found {text}, accepted a number of 0 or more")
     return value
 
 
@@ -133,6 +144,10 @@ def setup_devices(count: int) -> None:
     if processes.active():
         _setup_shares(count)
     elif os.environ.get("JAX_PLATFORMS") == "cpu" or gpus() < count:
+        if count > MOST_CPU_DEVICES:
+            raise ValueError(
+                f"devices: found {count} asked for, accepted at most {MOST_CPU_DEVICES} virtual CPU devices"
+            )
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
         if count > 1:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 def program(monkeypatch, capsys):
     """``main`` in this process, on the devices that are there; returns (status, stdout, stderr)."""
     monkeypatch.setattr(cli, "setup_devices", lambda count: None)
-    monkeypatch.setattr("nemotron_jax.load", lambda model, *, mesh, dtype, fusion, mtp=False: _loaded(mesh, fusion))
+    monkeypatch.setattr("nemotron_jax.load", lambda model, *, mesh, fusion, **_: _loaded(mesh, fusion))
 
     def run(*argv):
         status = cli.main(list(map(str, argv)))

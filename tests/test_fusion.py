@@ -91,7 +91,8 @@ def test_no_direct_collectives_outside_fusion_and_sharding():
     calls = re.compile(r"\b(psum\w*|all_gather|all_to_all|ppermute|pmean|pmax|pmin|pbroadcast|all_reduce)\s*\(")
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
-        if file.relative_to(PACKAGE).as_posix() in ("fusion.py", "sharding.py"):
+        # device_checks.py copies between devices on purpose: it tests the links, and runs no model
+        if file.relative_to(PACKAGE).as_posix() in ("fusion.py", "sharding.py", "device_checks.py"):
             continue
         for number, line in enumerate(file.read_text().splitlines(), 1):
             if calls.search(line.split("#")[0]):

@@ -49,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    short, long = args.steps
+    if long <= short or long % short:
+        raise ValueError(
+            f"--steps: found {short} {long}, accepted two numbers, the second a larger multiple of the first"
+        )
     mesh = build_mesh(args)
     import jax
     import numpy as np
@@ -107,15 +112,12 @@ def run(args: argparse.Namespace) -> int:
                     "share_of_ceiling": ceiling / time.median if ceiling else None,
                 }
                 result["rows"].append(row)
-                print(_line(row), file=sys.stderr, flush=True)
+                print(_line(row), file=sys.stderr if args.json else sys.stdout, flush=True)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     if args.json:
         print_json(result)
-    else:
-        for row in result["rows"]:
-            print(_line(row))
     return DONE if ok else FAILED
 
 
@@ -134,6 +136,8 @@ def _model(args: argparse.Namespace, mesh):
     from nemotron_jax import NemotronH, NemotronHConfig, load
     from nemotron_jax.config import PRESETS
 
+    if args.model not in PRESETS and args.layers:
+        raise ValueError(f"--layers: found it with {args.model or 'the shipped model'}, accepted with a preset alone")
     if args.model not in PRESETS:
         return load(args.model, mesh=mesh, dtype=args.dtype, conversion_cache=args.conversion_cache)
     config = NemotronHConfig.preset(args.model)

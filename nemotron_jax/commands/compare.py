@@ -22,10 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reference", nargs="?", metavar="REFERENCE.npz", help="what to compare with")
     cli.add_model_arguments(parser)
     parser.add_argument(
-        "--variant", default="fixed", metavar="NAME", help="of the reference: hf, fixed (default), kernel"
+        "--variant", default="fixed", choices=("hf", "fixed", "kernel"), help="of the reference (default: fixed)"
     )
     parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="largest absolute difference accepted (default: 1e-4 in float32)"
+        "--tolerance",
+        type=cli.not_negative,
+        metavar="X",
+        help="largest absolute difference accepted (default: 1e-4 in float32)",
     )
     parser.add_argument(
         "--save", type=Path, metavar="RUN.npz", help="also save our arrays, as a reference for later runs"
@@ -37,9 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random",
         nargs=2,
         type=cli.positive,
-        default=(2, 37),
         metavar=("B", "T"),
-        help="size of a run without reference",
+        help="size of a run without reference (default: 2 37)",
     )
     parser.add_argument(
         "--new-tokens", type=cli.positive, default=32, metavar="N", help="greedy tokens of a run without reference"
@@ -90,6 +92,10 @@ def _load_run(path: str, variant: str):
 
 
 def _run_model(args: argparse.Namespace, name: str | None, reference):
+    if reference is not None and args.random:
+        raise ValueError(
+            "--random: found it beside a reference, accepted without one: a reference brings its own tokens"
+        )
     mesh = cli.build_mesh(args)
     from nemotron_jax.parity import describe, record
     from nemotron_jax.parity.comparison import check_fit
@@ -102,7 +108,7 @@ def _run_model(args: argparse.Namespace, name: str | None, reference):
         inputs, wanted = dict(reference.arrays), set(reference.arrays)
         found = record(model, inputs, wanted)
     else:
-        inputs = random_inputs(model.config.vocab_size, args.random[0], args.random[1], args.seed)
+        inputs = random_inputs(model.config.vocab_size, *(args.random or (2, 37)), seed=args.seed)
         found = record(model, inputs, new_tokens=args.new_tokens)
     report = describe(model, inputs) if "ids" in inputs else {}
     return found, report, cli.device_names(mesh)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from nemotron_jax import processes
@@ -135,7 +136,12 @@ class Decoding:
             self.cache, self.logits, self.used, written, self.draft = self.program(
                 self.cache, self.logits, self.used, left, self.controls, self.draft
             )
-        written = processes.host(written)
+        written, broken = processes.host((written, jnp.any(jnp.isnan(self.logits), axis=-1)))
+        if np.any(broken[: len(self.tokens)] & (self.left > 0)):
+            rows = np.flatnonzero(broken[: len(self.tokens)] & (self.left > 0)).tolist()
+            raise FloatingPointError(
+                f"the model's logits are not numbers (NaN) in rows {rows}: weights or state are damaged"
+            )
         if self.draft is not None:
             rounds = int(np.sum(written.tokens[:: self.guesses + 1] >= 0))
             self.proposed += self.guesses * rounds
