@@ -361,12 +361,9 @@ def _open(folder: Path, arrays: dict[str, Stored], faults: list[str]) -> tuple[d
             faults.append(f"array {name} cannot be read: {error}")
             continue
         dtype = DTYPE_NAMES.get(np.dtype(store.dtype.numpy_dtype), str(store.dtype))
+        chunk: Any = store.chunk_layout.read_chunk.shape
         if (dtype, tuple(store.shape)) != (stored.dtype, stored.shape):
             faults.append(f"array {name} is {dtype} {tuple(store.shape)}, accepted {stored.dtype} {stored.shape}")
-        elif found[name] != (
-            whole := math.prod(
-                -(-n // c) for n, c in zip(store.shape, store.chunk_layout.read_chunk.shape, strict=True)
-            )
-        ):
+        elif found[name] != (whole := math.prod(-(-n // c) for n, c in zip(store.shape, chunk, strict=True))):
             faults.append(f"array {name} has {found[name]} of its {whole} pieces")
     return stores, set(found)
