@@ -74,11 +74,6 @@ def settle(x: "PendingSum | jax.Array", axis: Axis) -> jax.Array:
     )
 
 
-def reduce_now(x: jax.Array, axis: Axis) -> jax.Array:
-    """The sum of a per-device value over ``axis``, at once."""
-    return settle(defer(x, axis), axis)
-
-
 def _psum(x: jax.Array, axis: Axis) -> jax.Array:
     return lax.psum(x, axis.name)
 

@@ -22,12 +22,12 @@ from jaxtyping import Array, Float
 from pallas_kernels.allreduce_rms_norm import reference, support
 from pallas_kernels.allreduce_rms_norm.choose import choose
 from pallas_kernels.allreduce_rms_norm.flags_state import FlagsState
-from pallas_kernels.allreduce_rms_norm.gather import gather
 from pallas_kernels.allreduce_rms_norm.probe import known_reachable
 from pallas_kernels.allreduce_rms_norm.support import IMPLEMENTATIONS, PEER_MEMORY
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.rms_norm.reference import add_rms_norm, normalise
 from pallas_kernels.rms_norm.windows import DTYPES
+from pallas_kernels.selection import vary, varying
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def allreduce_rms_norm(
     tokens = partial.size // shape[-1] if shape[-1] else 0
     name = _pick(partial, residual, tokens, implementation, world, state, max_blocks)
     # Results vary over every axis that any operand varies over, other than the one that is summed.
-    varying = (_varying(partial) | _varying(residual)) - {axis_name}
+    axes = (varying(partial) | varying(residual)) - {axis_name}
     call = _Call(
         name,
         axis_name,
@@ -105,10 +105,10 @@ def allreduce_rms_norm(
         unit_offset,
         jnp.dtype(partial.dtype if out_dtype is None else out_dtype),
         max_blocks,
-        varying,
+        axes,
     )
-    partial = _vary(partial.reshape(tokens, shape[-1]), varying)
-    residual = _vary(residual.reshape(tokens, shape[-1]), varying)
+    partial = vary(partial.reshape(tokens, shape[-1]), axes)
+    residual = vary(residual.reshape(tokens, shape[-1]), axes)
     normed, new_residual = _operation(call, partial, residual, weight, state if name == "flags" else None)
     return normed.reshape(shape), new_residual.reshape(shape)
 
@@ -135,7 +135,7 @@ def _backward(call, saved, cotangents):
     _, pull = jax.vjp(norm, new_residual.astype(jnp.float32), weight)
     d_total, d_weight = pull(d_normed)
     d_total = d_total + d_new_residual.astype(jnp.float32)
-    d_partial = _vary(d_total.astype(like_partial.dtype), _varying(like_partial))
+    d_partial = vary(d_total.astype(like_partial.dtype), varying(like_partial))
     return d_partial, d_total.astype(new_residual.dtype), d_weight, None
 
 
@@ -177,19 +177,21 @@ def _run(call: _Call, partial, residual, weight, state):
     # A jitted function of its own: the layers of a model that make the same call share one trace and one lowering.
     kwargs: dict[str, Any] = dict(eps=call.eps, unit_offset=call.unit_offset, out_dtype=call.out_dtype)
     if call.world == 1:
-        if call.axis_name in _varying(partial):
+        if call.axis_name in varying(partial):
             partial = lax.psum(partial, call.axis_name)  # changes the type only; specs P() on such an axis avoid it
         return add_rms_norm(partial.astype(jnp.float32), residual, weight, **kwargs)
     kwargs |= dict(axis_name=call.axis_name)
     if call.implementation not in PEER_MEMORY:
-        function = {"reference": reference.exact, "psum": reference.psum, "gather": gather}[call.implementation]
+        # XLA's all_gather and the plain expression are the meaning, and also what "gather" runs: a local kernel behind
+        # the gather was slower than XLA's fusion at nearly every size (benchmarks/NOTES.md).
+        function = reference.psum if call.implementation == "psum" else reference.exact
         return function(partial, residual, weight, **kwargs)
     if partial.shape[0] == 0:
         # Nothing to send, so no launch: every device agrees, the shape is static.
-        normed = _vary(jnp.zeros(partial.shape, call.out_dtype), call.varying)
+        normed = vary(jnp.zeros(partial.shape, call.out_dtype), call.varying)
         return normed, residual
     outs = _kernel(call, partial, residual, weight, state, kwargs)
-    return tuple(_vary(out, call.varying) for out in outs)  # a kernel's outputs carry no varying axes of their own
+    return tuple(vary(out, call.varying) for out in outs)  # a kernel's outputs carry no varying axes of their own
 
 
 def _kernel(call: _Call, partial, residual, weight, state, kwargs):
@@ -209,7 +211,7 @@ def _kernel(call: _Call, partial, residual, weight, state, kwargs):
 def _axis(axis_name: str) -> tuple[int, bool]:
     """Size of the axis, and whether JAX tracks here what varies over it (`check_vma`)."""
     try:
-        return lax.axis_size(axis_name), axis_name in _varying(lax.axis_index(axis_name))
+        return lax.axis_size(axis_name), axis_name in varying(lax.axis_index(axis_name))
     except NameError:
         raise ValueError(
             f"allreduce_rms_norm: axis_name is {axis_name!r}, which is no mesh axis here; call it inside jax.shard_map "
@@ -233,12 +235,12 @@ def _faults(partial, residual, weight, axis_name, world, tracked, implementation
     if tracked:
         if jax.typeof(partial).manual_axis_type.unreduced:
             faults.append("partial has JAX's unreduced type; accepted: a value that varies over the axis")
-        elif world > 1 and axis_name not in _varying(partial):
+        elif world > 1 and axis_name not in varying(partial):
             faults.append(
                 f"partial is the same on all devices of {axis_name!r}; summing it would multiply it by {world}"
             )
         for name, value in (("residual", residual), ("weight", weight)):
-            if axis_name in _varying(value):
+            if axis_name in varying(value):
                 faults.append(
                     f"{name} differs over {axis_name!r}; accepted: a value that is the same on all its devices"
                 )
@@ -300,12 +302,3 @@ def _pick(partial, residual, tokens, implementation, world, state, max_blocks) -
             return name
         refused.append(f"{name} {reason}")
     raise Unsupported("allreduce_rms_norm: " + "; ".join(refused))
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    missing = tuple(sorted(axes - _varying(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
