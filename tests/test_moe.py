@@ -11,7 +11,14 @@ import pytest
 import nemotron_jax
 from nemotron_jax import NemotronH, NemotronHConfig, ShardingRules, make_mesh
 from nemotron_jax.config import PRESETS
-from nemotron_jax.layers.experts import GATHER_CHOICES_PER_EXPERT, IMPLEMENTATIONS, choose, expert_sum
+from nemotron_jax.layers.experts import (
+    BLOCKS_AT_ONCE,
+    GATHER_CHOICES_PER_EXPERT,
+    IMPLEMENTATIONS,
+    choose,
+    expert_sum,
+    room_per_expert,
+)
 from nemotron_jax.layers.router import describe, route
 from nemotron_jax.shapes import checkpoint_shapes
 from tests import tiny
@@ -385,8 +392,31 @@ def test_products_equal_numpy(implementation, tokens, choice, count_case):
     count_case()
 
 
+def test_blocks_that_are_left_over(count_case):
+    """More than one batch of them, some of it without need: one expert has nearly all choices, far above its room."""
+    x, up, down, chosen, weights = operands(11, 300, 1, 64, 9, 12)
+    chosen = np.where(np.arange(300)[:, None] % 20, 5, chosen)
+    assert 285 - room_per_expert(300, 64) > BLOCKS_AT_ONCE * 8
+    found = jax.jit(expert_sum, static_argnames="implementation")(x, up, down, chosen, weights, implementation="blocks")
+    tiny.close(found, numpy_experts(x, up, down, chosen, weights), 1e-5)
+    count_case()
+
+
+def test_blocks_copies_no_matrix_but_for_what_is_left_over():
+    """The whole stacks are operands of a product, and are taken apart only inside the loop that may not run."""
+    shapes = ((90, 8), (16, 12, 8), (16, 8, 12))
+    jaxpr = jax.make_jaxpr(lambda *a: expert_sum(*a, "blocks"))(
+        *(jnp.zeros(s, jnp.float32) for s in shapes), jnp.zeros((90, 3), jnp.int32), jnp.zeros((90, 3))
+    )
+
+    def users(jaxpr):
+        return [e.primitive.name for e in jaxpr.eqns for v in e.invars if getattr(v.aval, "shape", ()) in shapes[1:]]
+
+    assert users(jaxpr.jaxpr) == ["dot_general", "dot_general", "while", "while"]
+
+
 @pytest.mark.parametrize("width", [232, 464, 672, 928])
-@pytest.mark.parametrize("implementation", ["gather", "blocks", "ragged"])
+@pytest.mark.parametrize("implementation", ["gather", "blocks", "grouped", "ragged"])
 def test_local_widths_of_the_released_models(implementation, width, count_case):
     """Widths that no tile of 64 divides, left when a released model's experts are cut in 4 or 8."""
     x, up, down, chosen, weights = operands(8, 21, 2, 4, width, 36)
@@ -397,7 +427,7 @@ def test_local_widths_of_the_released_models(implementation, width, count_case):
     count_case()
 
 
-@pytest.mark.parametrize("implementation", ["gather", "blocks", "ragged"])
+@pytest.mark.parametrize("implementation", ["gather", "blocks", "grouped", "ragged"])
 def test_products_round_alike(implementation, count_case):
     """bfloat16: within one rounding of the result of the plain form, which rounds at the same places."""
     x, up, down, chosen, weights = operands(9, 40, 3, 8, 32, 16)

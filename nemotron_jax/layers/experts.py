@@ -9,6 +9,7 @@ width, j blocks, r rows of a block.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,16 @@ from jaxtyping import Array, Float, Int
 
 from nemotron_jax.layers.linear import dot_precision
 from nemotron_jax.layers.mlp import squared_relu
+from nemotron_jax.sharding import vary_like
+from pallas_kernels import grouped_matmul as kernel
 
 # Blocks of one expert's rows that run as one batched product, whose matrices are copied side by side for it.
 BLOCKS_AT_ONCE = 16
 MAX_BLOCK_ROWS = 256
 # Up to so many choices per expert on average, reading its matrices again for each beats copying them once.
 GATHER_CHOICES_PER_EXPERT = 3
+# Where the kernel is switched on: up to here most experts have one choice at most, and gather reads them as often.
+GATHER_CHOICES_PER_EXPERT_BESIDE_KERNEL = 0.5
 
 
 def expert_sum(
@@ -49,20 +54,31 @@ def expert_sum(
     if tokens == 0:
         return x
     if implementation == "auto":
-        implementation = choose(tokens, k, up.shape[0])
+        implementation = choose(tokens, k, up.shape[0], kernel_fault(tokens * k, up) is None)
     mine = (chosen >= 0) & (chosen < up.shape[0])
     y = IMPLEMENTATIONS[implementation](x, up, down, jnp.where(mine, chosen, up.shape[0]))
     total = jnp.sum(jnp.where(mine[..., None], y.astype(jnp.float32) * weights[..., None], 0.0), axis=1)
     return total.astype(x.dtype)
 
 
-def choose(tokens: int, k: int, experts: int) -> str:
-    """``gather``, which reads matrices for each choice anew, for few choices; ``blocks``, once per block, for many.
+def choose(tokens: int, k: int, experts: int, kernel: bool = False) -> str:
+    """``gather``, which reads matrices for each choice anew, for few choices; for many ``grouped`` where its kernel
+    runs, else ``blocks``.
 
     On one H200 (bfloat16, 128 experts of 1856 x 2688, 6 chosen) gather reads at 2.9 to 3.3 TB/s up to 8 tokens, takes
     0.25 ms for 8 tokens where blocks takes 0.76, and 1.97 ms for 64 where blocks takes 2.43: scripts/bench_experts.py.
     """
-    return "gather" if tokens * k <= GATHER_CHOICES_PER_EXPERT * experts else "blocks"
+    few = GATHER_CHOICES_PER_EXPERT_BESIDE_KERNEL if kernel else GATHER_CHOICES_PER_EXPERT
+    return "gather" if tokens * k <= few * experts else "grouped" if kernel else "blocks"
+
+
+def kernel_fault(choices: int, up: jax.Array) -> str | None:
+    """Why the products of so many choices are not the kernel's in the program that is being traced, or None."""
+    experts, f, i = up.shape
+    rows = kernel.row_tile(choices, experts)
+    return kernel.declined(row_tile=rows, inputs=i, outputs=f, dtype=up.dtype) or kernel.declined(
+        row_tile=rows, inputs=f, outputs=i, dtype=up.dtype
+    )
 
 
 def gather(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -89,45 +105,116 @@ def gather(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
     return product(down, squared_relu(product(up, x[:, None])))
 
 
-def blocks(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Choices sorted by expert and cut into blocks of equal size, each of one expert, its last one padded.
+class Sorted(NamedTuple):
+    """The choices in the order of their experts, those of other ranks last.
 
-    Args and result as :func:`gather`. The number of blocks is static: the most that any choice can need.
+    Attributes:
+      expert: [n * k], of each choice; ``experts`` where it is another rank's.
+      order: [n * k], the choices in their new order.
+      size, start: [x], how many choices an expert has, and where the first of them stands.
+      place: [n * k], of a choice among its expert's; meaningless for other ranks'.
+    """
+
+    expert: jax.Array
+    order: jax.Array
+    size: jax.Array
+    start: jax.Array
+    place: jax.Array
+
+    @classmethod
+    def make(cls, chosen: jax.Array, experts: int) -> "Sorted":
+        expert = chosen.reshape(-1)
+        order = jnp.argsort(expert, stable=True)
+        size = jnp.sum(expert[None] == jnp.arange(experts)[:, None], 1, dtype=jnp.int32)
+        start = jnp.cumsum(size) - size
+        place = jnp.argsort(order) - start.at[expert].get(mode="fill", fill_value=0)
+        return cls(expert, order, size, start, place)
+
+    def rows(self, expert: jax.Array, first: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+        """For blocks of ``rows`` choices of an expert, from its ``first`` one on: (choice, whether there is one),
+        [j, rows] each. Rows that hold no choice name some other."""
+        within = first[:, None] + jnp.arange(rows, dtype=jnp.int32)
+        real = within < self.size[expert][:, None]
+        return self.order[jnp.where(real, self.start[expert][:, None] + within, 0)], real
+
+
+def _cut(size: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Blocks of ``rows``, numbered through all experts: (first one, end) of each expert."""
+    end = jnp.cumsum(-(-size // rows))
+    return end - -(-size // rows), end
+
+
+def _expert_of(block: jax.Array, end: jax.Array) -> jax.Array:
+    """The expert of each block; the last one's for blocks that are not needed."""
+    return jnp.minimum(jnp.sum(block[:, None] >= end[None], 1, dtype=jnp.int32), end.shape[0] - 1)
+
+
+def room_per_expert(choices: int, experts: int) -> int:
+    """Rows that ``blocks`` gives every expert at once: a quarter more than the average and 16."""
+    average = -(-choices // experts)
+    step = 16 if average < 64 else 64
+    return min(choices, -(-(average * 5 // 4 + 16) // step) * step)
+
+
+def blocks(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
+    """One product for all experts, each with the same number of its choices, and then what is left over in blocks of
+    one expert's choices. Args and result as :func:`gather`.
+
+    The first product takes the matrices as they lie. Blocks need theirs side by side, so XLA copies them: as long as
+    nobody's share is much above the average there are no blocks, and no program has more than it needs.
     """
     tokens, k = chosen.shape
     experts, choices = up.shape[0], tokens * k
-    rows = min(MAX_BLOCK_ROWS, max(8, 1 << (choices // experts).bit_length()))
-    used = min(experts, choices)
-    count = min(choices, (choices + used * (rows - 1)) // rows)
-    at_once = min(BLOCKS_AT_ONCE, count)
-    count = -(-count // at_once) * at_once
+    table = Sorted.make(chosen, experts)
+    room = room_per_expert(choices, experts)
 
-    expert = chosen.reshape(-1)
-    order = jnp.argsort(expert, stable=True)  # choices of other ranks come last
-    size = jnp.sum(expert[None] == jnp.arange(experts)[:, None], 1, dtype=jnp.int32)
-    start = jnp.cumsum(size) - size
-    last_block = jnp.cumsum(-(-size // rows))
-    first_block = last_block - -(-size // rows)
+    def through(expert: jax.Array | slice, v: jax.Array) -> jax.Array:
+        return _block_product(squared_relu(_block_product(v, up[expert])), down[expert])
 
-    block = jnp.arange(count, dtype=jnp.int32)
-    of = jnp.sum(block[:, None] >= last_block[None], 1, dtype=jnp.int32)  # expert of each block
-    of = jnp.minimum(of, experts - 1)  # blocks that are not needed
-    within = (block - first_block[of])[:, None] * rows + jnp.arange(rows, dtype=jnp.int32)
-    real = within < size[of][:, None]
-    token = order[jnp.where(real, start[of][:, None] + within, 0)] // k
+    everyone = jnp.arange(experts, dtype=jnp.int32)
+    choice, _ = table.rows(everyone, jnp.zeros_like(everyone), room)
+    y = through(slice(None), x[choice // k]).reshape(-1, down.shape[1])
+    out = y.at[table.expert * room + jnp.minimum(table.place, room - 1)].get(mode="clip")
+    if room < choices:
+        rows = min(MAX_BLOCK_ROWS, max(8, 1 << (choices // experts).bit_length()))
+        first, end = _cut(jnp.maximum(table.size - room, 0), rows)
 
-    def batch(step: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        of, token, real = step
-        v = jnp.where(real[..., None], x[token], 0)
-        h = squared_relu(_block_product(v, up[of]))
-        return _block_product(h, down[of])
+        def more(carry: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return carry[0] < end[-1]
 
-    def split(a: jax.Array) -> jax.Array:
-        return a.reshape(-1, at_once, *a.shape[1:])
+        def batch(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            begin, out = carry
+            block = begin + jnp.arange(BLOCKS_AT_ONCE, dtype=jnp.int32)
+            expert = _expert_of(block, end)
+            choice, real = table.rows(expert, room + (block - first[expert]) * rows, rows)
+            y = through(expert, x[choice // k])
+            return begin + BLOCKS_AT_ONCE, out.at[jnp.where(real, choice, choices)].set(y, mode="drop")
 
-    y = lax.map(batch, (split(of), split(token), split(real))).reshape(-1, down.shape[1])
-    place = jnp.argsort(order) - start.at[expert].get(mode="fill", fill_value=0)  # of a choice among its expert's
-    slot = first_block.at[expert].get(mode="fill", fill_value=0) * rows + place
+        begin = vary_like(jnp.zeros((), jnp.int32), end)
+        out = lax.while_loop(more, batch, (begin, out))[1]
+    return out.reshape(tokens, k, -1)
+
+
+def grouped(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Two grouped matrix products (pallas_kernels.grouped_matmul) over blocks of one expert's choices, each in one
+    launch that reads each chosen expert where it lies. Args and result as :func:`gather`.
+
+    The number of blocks is static, the most that any choice can need; the time goes by those that this one needs.
+    """
+    tokens, k = chosen.shape
+    experts, choices = up.shape[0], tokens * k
+    rows = kernel.row_tile(choices, experts)
+    most = min(choices, (choices + min(experts, choices) * (rows - 1)) // rows)
+    table = Sorted.make(chosen, experts)
+    first, end = _cut(table.size, rows)
+    block = jnp.arange(most, dtype=jnp.int32)
+    expert = _expert_of(block, end)
+    choice, _ = table.rows(expert, (block - first[expert]) * rows, rows)
+
+    v = x[choice.reshape(-1) // k]  # where there is no choice some other stands in: no row reaches another
+    h = kernel.grouped_matmul(v, up, expert, end[-1:], squared_relu=True)
+    y = kernel.grouped_matmul(h, down, expert, end[-1:])
+    slot = first.at[table.expert].get(mode="fill", fill_value=0) * rows + table.place
     return y.at[slot].get(mode="clip").reshape(tokens, k, -1)
 
 
@@ -145,21 +232,19 @@ def ragged(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
     platforms that have an instruction for it.
     """
     tokens, k = chosen.shape
-    expert = chosen.reshape(-1)
-    order = jnp.argsort(expert, stable=True)
-    size = jnp.sum(expert[None] == jnp.arange(up.shape[0])[:, None], 1, dtype=jnp.int32)
+    table = Sorted.make(chosen, up.shape[0])
     dims = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )
 
     def product(v: jax.Array, matrices: jax.Array) -> jax.Array:
         y = lax.ragged_dot_general(
-            v, matrices, size, dims, precision=dot_precision(v.dtype), preferred_element_type=jnp.float32
+            v, matrices, table.size, dims, precision=dot_precision(v.dtype), preferred_element_type=jnp.float32
         )
         return y.astype(v.dtype)
 
-    y = product(squared_relu(product(x[order // k], up)), down)
-    return y[jnp.argsort(order)].reshape(tokens, k, -1)
+    y = product(squared_relu(product(x[table.order // k], up)), down)
+    return y[jnp.argsort(table.order)].reshape(tokens, k, -1)
 
 
 def dense(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -173,6 +258,7 @@ def dense(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> ja
 IMPLEMENTATIONS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]] = {
     "gather": gather,
     "blocks": blocks,
+    "grouped": grouped,
     "ragged": ragged,
     "dense": dense,
 }
