@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Time all-reduce + residual + RMSNorm per call, every implementation against what jax does without it.
 
-    python scripts/bench_allreduce_rms_norm.py                                          one process, all GPUs
-    python scripts/launch_ranks.py --devices 0,0 -- scripts/bench_allreduce_rms_norm.py --max-blocks 66 --hidden 4096
+    python scripts/bench_allreduce_rms_norm.py                                     one process, all GPUs
+    python scripts/launch_local.py --devices 0,0 --join -- scripts/bench_allreduce_rms_norm.py --max-blocks 66
     XLA_FLAGS=--xla_gpu_experimental_use_collective_kernels= python scripts/bench_allreduce_rms_norm.py \\
         --label psum_nccl --variants none,psum                                          the psum through NCCL
 
@@ -16,11 +16,17 @@ from the host every time.
 
 Variants: none, norm (XLA), psum, gather, one_shot, two_shot, flags; a number behind a colon caps the blocks:
 one_shot:264. Results are checked against each other before anything is timed.
+
+What a call of one_shot is made of, by leaving parts out (for measuring alone: nothing orders the devices any more, so
+the results mean nothing and are not checked): one_shot-exit does not wait for its peers at the end, one_shot-exit-entry
+is not started together with them either (XLA's barrier in front of the kernel). The rows' `parts_us` are the
+differences: `entry` barrier, `kernel` (reading the peers' rows, sum, norm), `exit` round.
 """
 
 import argparse
 import concurrent.futures
 import faulthandler
+import functools
 import json
 import os
 import platform
@@ -28,6 +34,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +44,21 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from pallas_kernels.allreduce_rms_norm import allreduce_rms_norm, flags_state_specs, make_flags_state  # noqa: E402
+from pallas_kernels.allreduce_rms_norm import (  # noqa: E402
+    allreduce_rms_norm,
+    flags_state_specs,
+    make_flags_state,
+    signals,
+)
+from pallas_kernels.allreduce_rms_norm.one_shot import one_shot  # noqa: E402
 from pallas_kernels.allreduce_rms_norm.reference import exact  # noqa: E402
+from pallas_kernels.rms_norm import rows  # noqa: E402
 from pallas_kernels.rms_norm.reference import add_rms_norm  # noqa: E402
 
 EPS = 1e-5
 VARIANTS = "none,norm,psum,gather,one_shot,two_shot,flags"
 COMMUNICATING = ("psum", "gather", "one_shot", "two_shot", "flags")
+PARTIAL = ("one_shot-exit", "one_shot-exit-entry")
 
 
 def one_call(variant, partial, residual, weight, state, max_blocks):
@@ -55,11 +70,43 @@ def one_call(variant, partial, residual, weight, state, max_blocks):
         return (partial + residual).astype(partial.dtype), residual
     if name == "norm":
         return add_rms_norm(partial.astype(jnp.float32), residual, weight, **kwargs)
+    if name in PARTIAL:
+        return without_parts(name, partial, residual, weight, cap, kwargs)
     if name == "gather":
         return exact(partial, residual, weight, axis_name="tensor", **kwargs)
     return allreduce_rms_norm(
         partial, residual, weight, axis_name="tensor", eps=EPS, implementation=name, state=state, max_blocks=cap
     )
+
+
+def without_parts(name, partial, residual, weight, max_blocks, kwargs):
+    """one_shot with its synchronisation left out, for the time of what is left."""
+    nothing = lambda *args, **kwargs: None  # noqa: E731
+    parameters = functools.partial(rows.compiler_params, skip_device_barrier=name.endswith("-entry"))
+    with (
+        mock.patch.object(signals.Peers, "signal_all", nothing),
+        mock.patch.object(signals.Peers, "wait_all", nothing),
+        mock.patch.object(rows, "compiler_params", parameters),
+    ):
+        # not through allreduce_rms_norm: calls that look alike share what was traced first
+        return one_shot(
+            partial,
+            residual,
+            weight,
+            axis_name="tensor",
+            world=lax.axis_size("tensor"),
+            max_blocks=max_blocks,
+            **kwargs,
+        )
+
+
+def parts(us):
+    """Microseconds of one_shot's parts, where the variants that tell them apart have run."""
+    if not {"none", "one_shot", *PARTIAL} <= us.keys():
+        return {}
+    no_exit, kernel = (us[name] for name in PARTIAL)
+    found = {"entry": no_exit - kernel, "kernel": kernel - us["none"], "exit": us["one_shot"] - no_exit}
+    return {name: round(value, 2) for name, value in found.items()}
 
 
 def program(mesh, variant, calls, unrolled, state, max_blocks, per_iteration=1):
@@ -126,7 +173,9 @@ def bench_shape(mesh, tokens, hidden, args, pool):
     weight = put(mesh, rng.uniform(0.5, 1.5, size=hidden).astype(dtype), P())
     short, long = (int(n) for n in args.loops.split(","))
     steps = (long - short) * args.per_iteration
-    variants = [v for v in args.variants.split(",") if world > 1 or v.partition(":")[0] not in COMMUNICATING]
+    variants = [
+        v for v in args.variants.split(",") if world > 1 or v.partition(":")[0] not in (*COMMUNICATING, *PARTIAL)
+    ]
     states = {
         v: make_flags_state(mesh, "tensor", tokens, hidden, dtype, int(v.partition(":")[2] or 0) or args.max_blocks)
         for v in variants
@@ -183,6 +232,8 @@ def bench_shape(mesh, tokens, hidden, args, pool):
                 row["unrolled_us"][v] = round((more - fewer) / args.unrolled * 1e6, 2)
         except Exception as error:
             row["notes"][v] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    if found := parts(row["us"]):
+        row["parts_us"] = found
     return row
 
 
@@ -202,6 +253,13 @@ def machine():
         xla_flags=os.environ.get("XLA_FLAGS", ""),
         command=" ".join(sys.argv),
     )
+
+
+def key_figure(rows):
+    """The two best of each shape, in words."""
+    best = [(row, sorted((us, v) for v, us in row["us"].items() if v in COMMUNICATING)[:2]) for row in rows]
+    named = [f"{row['tokens']}: " + " ".join(f"{v} {us:.1f}" for us, v in found) for row, found in best]
+    return f"x {rows[0]['hidden']}, us: " + ", ".join(named)
 
 
 def main():
@@ -236,9 +294,12 @@ def main():
                 times = "  ".join(f"{v} {us:.1f}" for v, us in row["us"].items())
                 unrolled = "  ".join(f"{v} {us:.1f}" for v, us in row["unrolled_us"].items())
                 print(f"{tokens} x {hidden}: {times}" + (f"\n    unrolled: {unrolled}" if unrolled else ""), flush=True)
+                if "parts_us" in row:
+                    print("    one_shot: " + ", ".join(f"{k} {us}" for k, us in row["parts_us"].items()), flush=True)
                 for v, note in row["notes"].items():
                     print(f"    {v}: {note}", flush=True)
             if args.out and jax.process_index() == 0:
+                report["key"] = key_figure(report["rows"])
                 Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
     faulthandler.cancel_dump_traceback_later()
 

@@ -10,8 +10,18 @@ GPUs each has its share of the virtual CPU devices that the command asks for. Wi
     python scripts/launch_local.py --devices 0+1,2+3 -- nemotron-jax ...     # two GPUs for each of two processes
     python scripts/launch_local.py --devices 0,0 -- nemotron-jax ...         # two processes share GPU 0
 
-Sharing a GPU needs NCCL 2.29 or newer (--nccl names its library where the installed one is older) and CUDA MPS, which
-is started here for the time of the run. launch_ranks.py does the same for programs that know nothing of processes.
+A Python file that knows nothing of processes needs no change: with --join each process joins the others
+(jax.distributed) before the file starts, and `jax.devices()` lists the devices of all:
+
+    python scripts/launch_local.py --devices 0,0 --join -- my_program.py --its --arguments
+
+Sharing a GPU needs
+* NCCL 2.29 or newer (older ones refuse with "Duplicate GPU detected"); pass its library with --nccl where the installed
+  one is older. Peer pointers, which the kernels that read each other's memory need, are there in 2.32.3, not in 2.28.9.
+* CUDA MPS, started here for the time of the run (--no-mps leaves it out): without it every hand-over between processes
+  waits for a time slice of some 2 ms.
+* kernels that wait for their peers to leave room for them: 132 // processes blocks on an H100 or H200.
+* with four processes, messages of at most 64 KiB for NCCL's own all-reduce: larger ones have hung.
 
 Process 0 keeps this terminal's input and outputs; lines of the others appear on stderr behind their number. The exit
 status is that of the first process that ended badly, 124 after --limit, 130 after Ctrl-C.
@@ -21,39 +31,40 @@ import argparse
 import contextlib
 import ctypes
 import os
+import runpy
 import shlex
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-
-from launch_ranks import free_port, start_mps, stop_mps
+import traceback
 
 GRACE = 10.0  # seconds in which the others may say themselves why they end, after one has ended badly
+COORDINATOR, COUNT, INDEX = "NEMOTRON_JAX_COORDINATOR", "NEMOTRON_JAX_NUM_PROCESSES", "NEMOTRON_JAX_PROCESS_ID"
+DEVICES = "NEMOTRON_JAX_LOCAL_DEVICES"
+CHILD = "--joined"  # first argument of this script in a process of --join
+ASKS_TO_END = {signal.SIGINT, signal.SIGTERM}
 
 
 def environment(index: int, count: int, port: int, devices: list[str] | None, nccl: str | None, mps: str | None):
     env = dict(os.environ)
-    env |= {
-        "NEMOTRON_JAX_COORDINATOR": f"127.0.0.1:{port}",
-        "NEMOTRON_JAX_NUM_PROCESSES": str(count),
-        "NEMOTRON_JAX_PROCESS_ID": str(index),
-        "PYTHONUNBUFFERED": "1",
-    }
+    env |= {COORDINATOR: f"127.0.0.1:{port}", COUNT: str(count), INDEX: str(index), "PYTHONUNBUFFERED": "1"}
     if devices is None:
         env["JAX_PLATFORMS"] = "cpu"
         return env
-    env["NEMOTRON_JAX_LOCAL_DEVICES"] = devices[index].replace("+", ",")
-    # NVLink multicast stays off, as in launch_ranks.py.
-    env |= {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
+    env[DEVICES] = devices[index].replace("+", ",")
+    env |= {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}  # NVLink multicast stays off
     sharing = devices.count(devices[index])
     if sharing > 1:
         env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
         env.setdefault("PALLAS_KERNELS_MAX_BLOCKS", str(132 // sharing))  # blocks that wait for each other must all run
         env.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / sharing:.3f}")
         if sharing > 2:
-            env.setdefault("NCCL_MAX_NCHANNELS", "2")  # with four ranks on a GPU, larger messages have hung otherwise
+            env.setdefault("NCCL_MAX_NCHANNELS", "2")  # with four on a GPU, larger messages have hung otherwise
     if nccl:
         env["LD_PRELOAD"] = os.path.abspath(nccl)
     if mps:
@@ -61,10 +72,75 @@ def environment(index: int, count: int, port: int, devices: list[str] | None, nc
     return env
 
 
+# ------------------------------------------------------------------------------------------------- in a process
 def prepare() -> None:
     """In the child: it ends when this launcher does, however that ends; Ctrl-C works though a shell may ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS_TO_END)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def run_joined(limit: float, program: list[str]) -> None:
+    """Join the other processes, then run a Python file as if it had been started alone."""
+    import faulthandler
+
+    if limit:
+        faulthandler.dump_traceback_later(max(1.0, limit - 5.0))  # says where a stuck process was
+    import jax
+
+    devices = os.environ.get(DEVICES)
+    if devices is None:
+        jax.config.update("jax_num_cpu_devices", 1)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    local = None if devices is None else [int(d) for d in devices.split(",")]
+    count, index = int(os.environ[COUNT]), int(os.environ[INDEX])
+    jax.distributed.initialize(os.environ[COORDINATOR], count, index, local_device_ids=local)
+    sys.argv = program
+    sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
+    try:
+        runpy.run_path(program[0], run_name="__main__")
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        if not isinstance(error, SystemExit | KeyboardInterrupt):
+            traceback.print_exc()
+        elif isinstance(code, str):
+            print(code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if code not in (None, 0):  # at once: an orderly exit would wait for the other processes, and they for this one
+            os._exit(code if isinstance(code, int) else 1)
+    jax.distributed.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------- around them
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start_mps() -> str | None:
+    """Start the MPS daemon in a folder of its own; returns the folder, or None where there is no MPS."""
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        say("no nvidia-cuda-mps-control here; processes on one GPU will take turns slowly")
+        return None
+    folder = tempfile.mkdtemp(prefix="mps-")
+    env = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True)
+    return folder
+
+
+def stop_mps(folder: str) -> None:
+    env = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
+    try:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=env, timeout=20)
+    except subprocess.TimeoutExpired:
+        say("MPS did not stop within 20 s")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def say(what: str) -> None:
+    print(f"launch_local: {what}", file=sys.stderr, flush=True)
 
 
 def relay(index: int, process: subprocess.Popen) -> None:
@@ -73,11 +149,10 @@ def relay(index: int, process: subprocess.Popen) -> None:
 
 
 def end(processes: list[subprocess.Popen], number: int) -> None:
-    """Send a signal to each process that runs, with whatever it has started."""
+    """Send a signal to each process and to whatever it has started, which may outlive it."""
     for process in processes:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
 
 def wait(processes: list[subprocess.Popen], seconds: float) -> bool:
@@ -103,13 +178,13 @@ def supervise(processes: list[subprocess.Popen], limit: float | None) -> int:
             code = process.returncode
             told = code > 0 and wait(processes, GRACE) and all(p.returncode == code for p in processes)
             if not told:  # where all ended alike, process 0 has said why
-                print(f"launch_local: process {index} (pid {process.pid}) {described(process)}", file=sys.stderr)
+                say(f"process {index} (pid {process.pid}) {described(process)}")
             return code if code > 0 else 128 - code
         if all(p.returncode == 0 for p in processes):
             return 0
         if limit is not None and time.monotonic() - started > limit:
             running = [i for i, p in enumerate(processes) if p.returncode is None]
-            print(f"launch_local: {limit:g} s are over, processes {running} still run; ending all", file=sys.stderr)
+            say(f"{limit:g} s are over, processes {running} still run; ending all")
             return 124
         time.sleep(0.05)
 
@@ -121,6 +196,7 @@ def run(command: list[str], count: int, devices: list[str] | None, limit: float 
     processes: list[subprocess.Popen] = []
     threads = []
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKS_TO_END)  # until each process that was started is known here
         for index in range(count):
             own = {} if index == 0 else {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
             processes.append(
@@ -138,12 +214,15 @@ def run(command: list[str], count: int, devices: list[str] | None, limit: float 
         for index, process in enumerate(processes[1:], 1):
             threads.append(threading.Thread(target=relay, args=(index, process), daemon=True))
             threads[-1].start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS_TO_END)
         return supervise(processes, limit)
     except KeyboardInterrupt:
-        end(processes, signal.SIGINT)
-        wait(processes, GRACE)
+        with contextlib.suppress(KeyboardInterrupt):  # a second one does not wait
+            end(processes, signal.SIGINT)
+            wait(processes, GRACE)
         return 130
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, ASKS_TO_END)  # what is left takes a moment, and must be done
         end(processes, signal.SIGKILL)
         for process in processes:
             process.wait()
@@ -160,6 +239,9 @@ def main() -> int:
     )
     parser.add_argument("--devices", metavar="I,...", help="GPUs of each process; without it they run on the CPU")
     parser.add_argument("--limit", type=float, metavar="S", help="end all after so many seconds")
+    parser.add_argument(
+        "--join", action="store_true", help="the command is a Python file; join the processes before it starts"
+    )
     parser.add_argument("--nccl", metavar="FILE", help="libnccl.so.2 to preload in every process")
     parser.add_argument("--no-mps", action="store_true", help="do not start CUDA MPS where processes share a GPU")
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
@@ -170,20 +252,26 @@ def main() -> int:
     faults = []
     if not command:
         faults.append("found no command behind --")
+    elif args.join and not os.path.isfile(command[0]):
+        faults.append(f"--join: found {command[0]!r} behind --, accepted a Python file")
     if count < 1 or (devices is not None and count != len(devices)):
         faults.append(f"-n {args.processes} with --devices {args.devices}: accepted one of them, or as many as devices")
     if devices and (bad := [d for d in devices if not all(part.isdecimal() for part in d.split("+"))]):
         faults.append(f"--devices: found {bad}, accepted numbers of GPUs, joined by + where a process has several")
     if faults:
-        print("launch_local: " + "; ".join(faults), file=sys.stderr)
+        say("; ".join(faults))
         return 2
+    if args.join:
+        command = [sys.executable, os.path.abspath(__file__), CHILD, str(args.limit or 0), *command]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(command, count, devices, args.limit, args.nccl, not args.no_mps)
     except FileNotFoundError as error:
-        print(f"launch_local: {shlex.join(command)}: {error}", file=sys.stderr)
+        say(f"{shlex.join(command)}: {error}")
         return 2
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == [CHILD]:
+        sys.exit(run_joined(float(sys.argv[2]), sys.argv[3:]))
     sys.exit(main())

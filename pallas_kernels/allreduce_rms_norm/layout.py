@@ -9,7 +9,7 @@ from pallas_kernels.rms_norm.windows import THREADS, Window, windows
 SMEM_BYTES = 220 * 1024
 SM_COUNT = 132
 MAX_SLOTS = 4
-# Ranks that share a GPU set this to 132 // ranks in their environment (scripts/launch_ranks.py does), so that the
+# Ranks that share a GPU set this to 132 // ranks in their environment (scripts/launch_local.py does), so that the
 # blocks of all of them are resident together; a block that waits for one that cannot start waits for ever.
 MAX_BLOCKS_VARIABLE = "PALLAS_KERNELS_MAX_BLOCKS"
 

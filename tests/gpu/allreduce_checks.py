@@ -1,7 +1,7 @@
 """Checks of allreduce_rms_norm on real GPUs. They run under pytest (one process for all GPUs,
 test_allreduce_rms_norm.py) and as a program of several processes:
 
-    python scripts/launch_ranks.py --devices 0,0 -- tests/gpu/allreduce_checks.py --max-blocks 66
+    python scripts/launch_local.py --devices 0,0 --join -- tests/gpu/allreduce_checks.py --max-blocks 66
 
 Each check raises AssertionError, and returns the number of comparisons that it made.
 """
@@ -297,6 +297,7 @@ def main():
     parser.add_argument("--max-blocks", type=int)
     parser.add_argument("--world", type=int)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--match", default="", help="only the checks whose label holds this")
     parser.add_argument("--watchdog", type=float, default=240)
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.watchdog, exit=True)
@@ -309,7 +310,10 @@ def main():
     for label, check in plan(
         args.implementations.split(","), numbers(args.tokens), numbers(args.hidden), args.max_blocks, args.quick
     ):
+        if args.match not in label:
+            continue
         begin = time.time()
+        print(f"{begin - started:6.1f} s  {label}", flush=True)  # the last line tells a hang from slowness
         try:
             compared += check(mesh, max_blocks=args.max_blocks)
         except Exception as error:

@@ -1,77 +1,157 @@
 """Whole models on all devices there are, fused and unfused, against stored PyTorch outputs. Started as a program.
 
-    python tests/gpu/model_checks.py                                                       # one process, all its GPUs
-    python scripts/launch_ranks.py --devices 0,0 --nccl LIB -- tests/gpu/model_checks.py   # two ranks on one GPU
+    python tests/gpu/model_checks.py                                    # one process, all its GPUs
+    python tests/gpu/model_checks.py --models all --plans none --tensor-parallel 1 --threads 6      # on one GPU
+    python scripts/launch_local.py --devices 0,0 --nccl LIB -- python tests/gpu/model_checks.py --quick     # two ranks
 
-In float32 (products at HIGHEST) every array of a reference is compared: logits, layers, states, greedy tokens. Prints
-one line per model and plan, and the number of checks that failed; the exit status is 1 if any did.
+In float32 (products at HIGHEST) every array of a reference is compared: logits, layers, states, greedy tokens.
+Most of the time goes into compiling: six programs for each model and plan, and none of it is shared. --quick leaves
+out what needs programs of its own but tests no other code of a plan: left-padded rows, held-out text, and the pass
+over prompt and greedy tokens at once; two programs are left. --threads compiles several models at the same time, where
+there is one process.
+
+Every program that is traced and compiled is said, with the seconds since the start: a log that ends behind
+"compiled" is that of a program that hangs, one that ends behind "compiling" is slow. Prints one line per model and
+plan, and the number of checks that failed; the exit status is 1 if any did.
 """
 
 import argparse
+import concurrent.futures
 import faulthandler
+import json
+import logging
 import sys
+import threading
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-
-MODELS = {
-    "tiny-nemotron-h": (
-        ROOT / "nemotron_jax/models/tiny-nemotron-h",
-        ROOT / "tests/data/models/tiny-nemotron-h/reference.npz",
-    ),
-    "tiny-nemotron-3": (
-        ROOT / "tests/data/models/tiny-nemotron-3",
-        ROOT / "tests/data/models/tiny-nemotron-3/reference.npz",
-    ),
+TINY = ROOT / "tests" / "data" / "tiny"
+TRAINED = {
+    "tiny-nemotron-h": ROOT / "nemotron_jax" / "models" / "tiny-nemotron-h",
+    "tiny-nemotron-3": ROOT / "tests" / "data" / "models" / "tiny-nemotron-3",
 }
+EXTRA = ("heldout", "pad_", "full_logits")  # arrays that need programs of their own
+STARTED = time.monotonic()
+
+
+def say(text: str) -> None:
+    print(f"{time.monotonic() - STARTED:6.1f} s  [{threading.current_thread().name}] {text}", flush=True)
+
+
+def float32_cases() -> list[str]:
+    """Names of the random checkpoints whose references are float32."""
+    metas = {path.parent.name: json.loads(path.read_text()) for path in sorted(TINY.glob("*/meta.json"))}
+    return [name for name, meta in metas.items() if meta["dtype"] == "float32"]
+
+
+def paths(name: str) -> tuple[Path, Path]:
+    """Folder of a model, and its reference."""
+    if name in TRAINED:
+        return TRAINED[name], ROOT / "tests" / "data" / "models" / name / "reference.npz"
+    return TINY / name / "hf", TINY / name / "ref.npz"
+
+
+def announce_programs() -> None:
+    """Say each program of a model before and after it is compiled."""
+    import jax
+
+    logger = logging.getLogger("nemotron_jax")
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+
+    def emit(record: logging.LogRecord) -> None:
+        text = record.getMessage()[:150]
+        say(f"compiling: {text}" if text.startswith("fusion plan") else text)
+
+    handler.emit = emit
+    logger.addHandler(handler)
+    logger.propagate = False
+
+    def compiled(event: str, seconds: float, **_) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and seconds > 0.5:
+            say(f"compiled in {seconds:.1f} s")
+
+    jax.monitoring.register_event_duration_secs_listener(compiled)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--models", nargs="+", default=[*MODELS], help="of the trained ones, or names in tests/data/tiny"
+        "--models", nargs="+", default=[*TRAINED], help="trained ones, names in tests/data/tiny, or all"
     )
     parser.add_argument("--plans", nargs="+", default=["none", "all/one_shot", "all/two_shot"])
+    parser.add_argument("--quick", action="store_true", help="only what needs no programs of its own")
     parser.add_argument("--no-heldout", action="store_true", help="leave out the held-out text: its messages are large")
     parser.add_argument("--tensor-parallel", type=int, help="default: all devices")
+    parser.add_argument("--threads", type=int, default=1, help="models at the same time, with one process")
     parser.add_argument("--watchdog", type=float, default=240.0, help="seconds after which the program ends itself")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the result as JSON")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.watchdog, exit=True)
+    from nemotron_jax import processes
+
+    processes.join(processes.settings())
     import jax
-    import numpy as np
 
     import nemotron_jax
 
     mesh = nemotron_jax.make_mesh(args.tensor_parallel or jax.device_count())
-    first, failed = jax.process_index() == 0, 0
-    if first:
-        print(f"{mesh.size} x {jax.devices()[0].device_kind}, {jax.process_count()} processes, jax {jax.__version__}")
-    for name in args.models:
-        folder, reference = MODELS.get(name) or (
-            ROOT / f"tests/data/tiny/{name}/hf",
-            ROOT / f"tests/data/tiny/{name}/ref.npz",
-        )
-        with np.load(reference) as stored:
-            arrays = {k: stored[k] for k in stored.files if not (args.no_heldout and k.startswith("heldout"))}
-        for plan in args.plans:
-            begin = time.perf_counter()
-            model = nemotron_jax.load(folder, mesh=mesh, fusion=plan, dtype="float32")
-            found = nemotron_jax.compare(model, arrays)
-            failed += not found.ok
-            if first:
-                greedy = f"{found.greedy.matches}/{found.greedy.total}"
-                seconds = time.perf_counter() - begin
-                print(
-                    f"{'ok  ' if found.ok else 'FAIL'} {name} tp {mesh.size} {plan}: ran {found.run['plan']}, "
-                    f"logits off by {found.max_abs_logit_error:.1e}, greedy {greedy}, {seconds:.0f} s",
-                    *found.problems,
-                    flush=True,
-                )
-    if first:
-        print(f"{failed} failed", flush=True)
+    several = jax.process_count() > 1
+    say(f"{mesh.size} x {jax.devices()[0].device_kind}, {jax.process_count()} processes, jax {jax.__version__}")
+    announce_programs()
+    names = [*TRAINED, *float32_cases()] if args.models == ["all"] else args.models
+    left_out = EXTRA if args.quick else EXTRA[:1] if args.no_heldout else ()
+    checks = []
+    # ranks must start their programs in the same order, so threads are for one process
+    with concurrent.futures.ThreadPoolExecutor(1 if several else args.threads) as pool:
+        running = [pool.submit(check, name, args.plans, mesh, left_out, several) for name in names]
+        for done in running:
+            checks += done.result()
+    failed = [c for c in checks if not c["ok"]]
+    key = f"{len(checks) - len(failed)} of {len(checks)} models and plans equal their references on {mesh.size} devices"
+    key += "".join(f"; FAILED {c['name']}: {c['problem'][:150]}" for c in failed)
+    say(key)
+    if args.out and jax.process_index() == 0:
+        args.out.write_text(json.dumps({"key": key, "checks": checks}, indent=1) + "\n")
+    processes.leave()
     return bool(failed)
+
+
+def check(name: str, plans: list[str], mesh, left_out: tuple[str, ...], several: bool) -> list[dict]:
+    """Every plan of one model; what was found, by plan."""
+    import numpy as np
+
+    import nemotron_jax
+
+    threading.current_thread().name = name  # for `say`
+    folder, reference = paths(name)
+    with np.load(reference) as stored:
+        arrays = {k: stored[k] for k in stored.files if not k.split("/")[-1].startswith(left_out)}
+    model, found = None, []
+    for plan in plans:
+        begin = time.monotonic()
+        label = f"{name} tp {mesh.size} {plan}"
+        say(f"begins {label}")
+        entry = {"name": label, "ok": False, "problem": ""}
+        try:
+            if model is None:
+                model = nemotron_jax.load(folder, mesh=mesh, fusion=plan, dtype="float32")
+            model.fusion = plan
+            result = nemotron_jax.compare(model, arrays)
+            entry |= {"ok": result.ok and bool(result.within_tolerance), "problem": "; ".join(result.problems)}
+            entry |= {"ran": result.run["plan"], "max_abs_logit_error": result.max_abs_logit_error}
+            entry |= {"greedy": [result.greedy.matches, result.greedy.total], "arrays": sorted(result.arrays)}
+        except Exception as error:
+            entry["problem"] = f"{type(error).__name__}: {error}"
+            if several:  # the others wait in a sum that this rank does not come to
+                raise
+        entry["seconds"] = round(time.monotonic() - begin, 1)
+        found.append(entry)
+        shown = {k: v for k, v in entry.items() if k not in ("name", "ok", "arrays")}
+        say(f"{'ok  ' if entry['ok'] else 'FAIL'} {label}: {shown}")
+    return found
 
 
 if __name__ == "__main__":

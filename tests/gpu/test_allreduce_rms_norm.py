@@ -1,5 +1,5 @@
 """allreduce_rms_norm on real GPUs, one process for all of them: `pytest --gpu tests/gpu`. One GPU has nothing to sum;
-several ranks on one GPU run the same checks through scripts/launch_ranks.py, see allreduce_checks.py."""
+several ranks on one GPU run the same checks through scripts/launch_local.py, see allreduce_checks.py."""
 
 import faulthandler
 
@@ -25,7 +25,7 @@ def watchdog():
 @pytest.fixture(scope="module")
 def mesh():
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
-        pytest.fail("needs two GPUs in one process; for ranks that share one: scripts/launch_ranks.py")
+        pytest.fail("needs two GPUs in one process; for ranks that share one: scripts/launch_local.py")
     return checks.world_mesh()
 
 
