@@ -1,9 +1,9 @@
 """Timings after a correctness check: ``decode`` and ``prefill`` of a model with random weights of real shapes, or of
-a checkpoint.
+a checkpoint; ``kernels``: the operations of its blocks one by one, in each implementation, on one device.
 
 The time per token is the slope over two lengths of the generator's own device loop. Each plan's logits are first
-compared
-with those of the unfused plan; a plan that differs gets no time.
+compared with those of the unfused plan; a plan that differs gets no time. Plans that come to the same at every boundary
+are one program, which is timed once.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import sys
+import time
 from pathlib import Path
 
 from nemotron_jax.cli import DONE, FAILED, add_model_arguments, build_mesh, device_names, positive, print_json
@@ -20,7 +21,7 @@ AGREE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("decode", "prefill"))
+    parser.add_argument("what", choices=("decode", "prefill", "kernels"))
     parser.add_argument("model", nargs="?", help="preset, folder or hub id (default: the shipped model)")
     add_model_arguments(parser)
     parser.add_argument(
@@ -72,20 +73,48 @@ def run(args: argparse.Namespace) -> int:
     if not args.no_ceilings and mesh.devices.flat[0].platform == "gpu":
         copy, matmul = timing.copy_rate(), timing.matmul_rate()
         result |= {"copy_bytes_per_second": copy, "matmul_flops_per_second": matmul}
+    if args.what == "kernels":
+        return _kernels(args, mesh, result)
+    begin = time.perf_counter()
     model = _model(args, mesh)
+    jax.block_until_ready(model.weights)
+    result["setup_seconds"] = round(time.perf_counter() - begin, 1)
     ok = True
     for batch in args.batch:
         for size in args.context if args.what == "decode" else args.tokens:
-            expected = None
+            expected, timed = None, {}
             plans = ["none", *(args.plans or [args.fusion])] if model.axis.size > 1 else ["none"]
             for plan, kernels in dict.fromkeys([("none", "none"), *itertools.product(plans, args.kernels)]):
                 model.fusion = plan
                 resolved = model.plan(batch, *((1, args.steps[0]) if args.what == "decode" else (size,)))
-                with selection.use(kernels):
-                    if args.what == "decode":
-                        time, logits = timing.decode(model, batch, size, tuple(args.steps), args.repeats)
-                    else:
-                        time, logits = timing.prefill(model, batch, size, args.repeats)
+                where = {
+                    "model": str(args.model or "shipped"),
+                    "tensor": model.axis.size,
+                    "batch": batch,
+                    "context" if args.what == "decode" else "tokens": size,
+                    "plan": plan,
+                    "kernels": kernels,
+                    "ran": resolved.letters,
+                }
+                begin = time.perf_counter()
+                program = (resolved.letters, kernels)
+                if program not in timed:
+                    try:
+                        with selection.use(kernels):
+                            if args.what == "decode":
+                                timed[program] = timing.decode(model, batch, size, tuple(args.steps), args.repeats)
+                            else:
+                                timed[program] = timing.prefill(model, batch, size, args.repeats)
+                    except Exception as error:
+                        if not timed:
+                            raise
+                        ok = False  # the others may run all the same
+                        row = {**where, "ms": None, "problem": f"{type(error).__name__}: {error}"[:2000]}
+                        result["rows"].append(row)
+                        print(f"{plan}, kernels {kernels}: {row['problem']}", file=sys.stderr, flush=True)
+                        _keep(args, result)
+                        continue
+                found, logits = timed[program]
                 if args.what == "decode":
                     floor = timing.decode_bytes(model, batch, size) / timing.HBM_BYTES_PER_SECOND
                     ceiling = copy and timing.decode_bytes(model, batch, size) / copy
@@ -97,28 +126,58 @@ def run(args: argparse.Namespace) -> int:
                 agrees = bool(np.isfinite(logits).all() and error <= AGREE[str(model.dtype)])
                 ok &= agrees
                 row = {
-                    "model": str(args.model or "shipped"),
-                    "tensor": model.axis.size,
-                    "batch": batch,
-                    "context" if args.what == "decode" else "tokens": size,
-                    "plan": plan,
-                    "kernels": kernels,
-                    "ran": resolved.letters,
+                    **where,
                     "relative_rms_to_none": error,
-                    "ms": time.median * 1e3 if agrees else None,
-                    "ms_low": time.low * 1e3,
-                    "ms_high": time.high * 1e3,
-                    "share_of_floor": floor / time.median,
-                    "share_of_ceiling": ceiling / time.median if ceiling else None,
+                    "ms": found.median * 1e3 if agrees else None,
+                    "ms_low": found.low * 1e3,
+                    "ms_high": found.high * 1e3,
+                    "share_of_floor": floor / found.median,
+                    "share_of_ceiling": ceiling / found.median if ceiling else None,
+                    "wall_seconds": round(time.perf_counter() - begin, 1),
+                    "peak_bytes": _peak(mesh),
                 }
                 result["rows"].append(row)
                 print(_line(row), file=sys.stderr if args.json else sys.stdout, flush=True)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+                _keep(args, result)
     if args.json:
         print_json(result)
     return DONE if ok else FAILED
+
+
+def _keep(args: argparse.Namespace, result: dict) -> None:
+    """Write what there is, after each row: a run that is cut short has told what it knew."""
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _kernels(args: argparse.Namespace, mesh, result: dict) -> int:
+    if mesh.size > 1:
+        raise ValueError(f"bench kernels: found a mesh of {mesh.size} devices, accepted one")
+    from nemotron_jax import NemotronHConfig, kernel_timing
+    from nemotron_jax.config import PRESETS
+    from nemotron_jax.weights.loading import default_model
+
+    preset = args.model in PRESETS
+    config = NemotronHConfig.preset(args.model) if preset else NemotronHConfig.from_json(args.model or default_model())
+    dtype = args.dtype or config.dtype
+    for rows in args.batch:
+        for operation in kernel_timing.operations(config, rows, dtype):
+            for row in kernel_timing.measure(operation, dtype, tuple(args.steps), args.repeats):
+                result["rows"].append(row)
+                ms, name = row["ms"], f"{row['operation']} {row['shape']} {row['implementation']}"
+                text = row["problem"] if ms is None else f"{ms * 1e3:.1f} us, {row['share_of_floor']:.0%} of the floor"
+                print(f"{name}: {text}", file=sys.stderr if args.json else sys.stdout, flush=True)
+                _keep(args, result)
+    if args.json:
+        print_json(result)
+    return FAILED if any("differs" in row.get("problem", "") for row in result["rows"]) else DONE
+
+
+def _peak(mesh) -> int | None:
+    """Most bytes of one device that were in use so far, where the device tells."""
+    stats = next((d.memory_stats() for d in mesh.local_devices), None) or {}
+    return stats.get("peak_bytes_in_use")
 
 
 def _line(row: dict) -> str:

@@ -1,0 +1,110 @@
+"""What `bench` promises beside its times: wrong results get none, a failure leaves the others, equal plans are one."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nemotron_jax import NemotronHConfig, cli, kernel_timing, make_mesh, timing
+from tests import tiny
+from tests.conftest import TINY
+
+FOLDER = str(TINY / "dense_tied" / "hf")
+
+
+def bench(monkeypatch, tmp_path, *arguments, tensor=2):
+    monkeypatch.setattr("nemotron_jax.commands.bench.build_mesh", lambda args: make_mesh(tensor))
+    out = tmp_path / "result.json"
+    status = cli.main(["bench", *arguments, "--out", str(out)])
+    return status, json.loads(out.read_text())
+
+
+def test_plans_that_come_to_the_same_are_timed_once(monkeypatch, tmp_path, count_case):
+    ran = []
+
+    def decode(model, batch, context, steps, repeats):
+        ran.append(model.fusion)
+        off = 9.0 if model.fusion == "all/psum" else 0.0
+        return timing.Timing(2e-3, 1e-3, 3e-3), np.arange(8.0) + off
+
+    monkeypatch.setattr(timing, "decode", decode)
+    plans = ["none", "all/gather", "layers:ggggg", "all/psum"]
+    status, result = bench(monkeypatch, tmp_path, "decode", FOLDER, "--plans", *plans, "--dtype", "float32")
+    assert ran == ["none", "all/gather", "all/psum"]
+    assert [row["ms"] for row in result["rows"]] == [2.0, 2.0, 2.0, None], "a wrong result has no time"
+    assert status == cli.FAILED and result["setup_seconds"] >= 0
+    count_case()
+
+
+def test_one_plan_that_fails_leaves_the_others(monkeypatch, tmp_path):
+    def decode(model, batch, context, steps, repeats):
+        if model.fusion != "none":
+            raise RuntimeError("out of memory")
+        return timing.Timing(2e-3, 1e-3, 3e-3), np.arange(8.0)
+
+    monkeypatch.setattr(timing, "decode", decode)
+    status, result = bench(monkeypatch, tmp_path, "decode", FOLDER, "--plans", "all/gather", "--batch", "1", "2")
+    assert status == cli.FAILED
+    assert [(row["batch"], row["ms"]) for row in result["rows"]] == [(1, 2.0), (1, None), (2, 2.0), (2, None)]
+    assert "out of memory" in result["rows"][1]["problem"]
+    monkeypatch.setattr(timing, "decode", lambda *a: 1 / 0)  # nothing to compare with: no rows at all
+    with pytest.raises(ZeroDivisionError):
+        bench(monkeypatch, tmp_path, "decode", FOLDER)
+
+
+def test_kernels_runs_every_operation_of_the_pattern(monkeypatch, tmp_path, count_case):
+    arguments = ["kernels", str(TINY / "moe_nano" / "hf"), "--steps", "8", "16", "--repeats", "1", "--dtype", "float32"]
+    monkeypatch.setattr(kernel_timing, "_time", lambda *a: timing.Timing(1e-6, 1e-6, 1e-6))
+    status, result = bench(monkeypatch, tmp_path, *arguments, tensor=1)
+    assert status == cli.DONE
+    found = {(row["operation"], row["implementation"]): row for row in result["rows"]}
+    timed = {key for key, row in found.items() if row["ms"] is not None}
+    assert {
+        ("rms_norm", "reference"),
+        ("mamba_step", "reference"),
+        ("experts", "gather"),
+        ("experts", "blocks"),
+    } <= timed
+    assert {("in_proj", "xla"), ("out_proj", "xla"), ("qkv", "xla"), ("o", "xla"), ("head", "xla")} <= timed
+    assert "Unsupported" in found["mamba_step", "mosaic_gpu"]["problem"]
+    assert found["experts", "blocks"]["relative_rms"] < 1e-5
+    count_case(len(timed))
+
+
+def test_a_time_is_that_of_one_call():
+    operation = kernel_timing.norm(NemotronHConfig.preset("nemotron-h-8b"), 2, jnp.float32)
+    assert operation.bytes == 4 * 2 * 4096 * 4 and operation.shape == "2 x 4096"
+    (row,) = kernel_timing.measure(
+        kernel_timing.Operation("norm", "", ("reference",), operation.call, operation.chained, operation.copies, 1),
+        "float32",
+        (4, 40),
+        2,
+    )
+    assert row["ms"] is not None and row["ms"] < 5
+
+
+def test_a_wrong_implementation_has_no_time(count_case):
+    def call(implementation, chained, copy):
+        return chained * {"right": 1.0, "off": 1.01, "nan": jnp.nan}[implementation], copy
+
+    x = jnp.ones((2, 8))
+    operation = kernel_timing.Operation("x", "", ("right", "off", "nan"), call, x, [x], 1)
+    rows = list(kernel_timing.measure(operation, "float32", (2, 4), 1))
+    assert [row["ms"] is None for row in rows] == [False, True, True]
+    assert rows[1]["problem"] == "differs from right" == rows[2]["problem"]
+    count_case(2)
+
+
+def test_kernels_are_of_one_device(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("nemotron_jax.commands.bench.build_mesh", lambda args: make_mesh(2))
+    assert cli.main(["bench", "kernels", FOLDER]) == cli.BAD_INPUT
+    assert "found a mesh of 2 devices, accepted one" in capsys.readouterr().err
+
+
+def test_projections_are_those_of_the_pattern():
+    config = tiny.config(hybrid_override_pattern="M-")
+    found = {operation.name: operation.shape for operation in kernel_timing.projections(config, 3, jnp.float32)}
+    assert set(found) == {"head", "in_proj", "out_proj", "up", "down"}
+    inner, groups = 16 * 6, 8 * 10
+    assert found["in_proj"] == f"3 x 40 by {2 * inner + 2 * groups + 16}"
