@@ -74,14 +74,16 @@ nemotron_jax.export(nemotron_jax.NemotronH(config, rngs=1), {str(folder)!r})
 class Report:
     failures: int = 0
     checks: int = 0
+    started: float = dataclasses.field(default_factory=time.monotonic)
 
     def say(self, what: str, fault: str, detail: str = "") -> None:
         self.checks += 1
         self.failures += bool(fault)
-        print(f"{'FAIL' if fault else 'ok  '} {what} {fault or detail}", flush=True)
+        seconds = time.monotonic() - self.started
+        print(f"{seconds:6.1f} s  {'FAIL' if fault else 'ok  '} {what} {fault or detail}", flush=True)
 
 
-def check_tokens(report: Report, model: list[str], name: str, prompts: Path, ranks: list[int], options, seconds):
+def check_tokens(report: Report, model: list[str], name: str, prompts: Path, ranks: list[int], plans, options, seconds):
     asked = ["generate", *model, "--prompt-file", prompts, "--max-new-tokens", 24, "--ignore-eos", "--json"]
     asked += ["--dtype", "float32", "--batch-size", 2]
     alone, fault = run(program(*asked, "--fusion", "none"), seconds)
@@ -90,7 +92,7 @@ def check_tokens(report: Report, model: list[str], name: str, prompts: Path, ran
         return
     want = [o["tokens"] for o in alone["outputs"]]
     for n in ranks:
-        for plan in PLANS:
+        for plan in plans:
             command = launcher(n, options, *asked, "--tensor-parallel", n, "--fusion", plan)
             found, fault = run(command, seconds)
             if found is not None and not fault:
@@ -154,6 +156,7 @@ def check_killed(report: Report, ranks: list[int], options) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4", help="numbers of processes (default: 2,4)")
+    parser.add_argument("--plans", nargs="+", default=PLANS, help=f"default: {' '.join(PLANS)}")
     parser.add_argument("--nccl", help="libnccl.so.2 to preload")
     parser.add_argument("--limit", type=float, default=150, help="seconds for one run (default: 150)")
     parser.add_argument(
@@ -165,14 +168,14 @@ def main() -> int:
     options = ["--limit", str(args.limit)] + (["--nccl", args.nccl] if args.nccl else [])
     options += ["cpu"] if args.cpu else []
     parts = args.only or ("selftest", "tiny", "8b", "killed")
-    report, started = Report(), time.monotonic()
+    report = Report()
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text('{"tokens": [1, 41, 280]}\n{"tokens": [5, 7, 9, 11, 13]}\n')
         if "selftest" in parts:
             check_selftest(report, ranks, options, args.limit + 30)
         if "tiny" in parts:
-            check_tokens(report, [], "shipped model", prompts, ranks, options, args.limit + 30)
+            check_tokens(report, [], "shipped model", prompts, ranks, args.plans, options, args.limit + 30)
         if "8b" in parts:
             make_slice(Path(folder) / "slice")
             check_tokens(
@@ -181,12 +184,13 @@ def main() -> int:
                 f"8B blocks {FOUR_BLOCKS}",
                 prompts,
                 ranks,
+                args.plans,
                 options,
                 args.limit + 30,
             )
         if "killed" in parts:
             check_killed(report, ranks, options)
-    print(f"{report.checks - report.failures} of {report.checks} passed, {time.monotonic() - started:.0f} s")
+    print(f"{report.checks - report.failures} of {report.checks} passed, {time.monotonic() - report.started:.0f} s")
     return 1 if report.failures else 0
 
 

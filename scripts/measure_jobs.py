@@ -1,0 +1,321 @@
+"""The lists of jobs that measure.py runs: commands, how long they should take on H200, and what to read first.
+
+Seconds are wall-clock: start of Python and of the GPU, weights, compilation, timed loops. They decide what still fits
+into the time that is left; a measured run's summary.md has the real ones, which belong here.
+"""
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = {
+    "8b": "nemotron-h-8b",
+    "9b": "nemotron-nano-9b-v2",
+    "12b": "nemotron-nano-12b-v2",
+    "47b": "nemotron-h-47b",
+    "nano3": "nemotron-3-nano-30b-a3b",
+}
+SMALL = {name: "tests/data/tiny/dense_tied/hf" for name in MODELS} | {"nano3": "tests/data/tiny/moe_nano/hf"}
+# No autotuning: the products of small models are compiled ten times as fast, and all ranks take the same kernels.
+QUICK_COMPILE = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+NCCL_PSUM = {"XLA_FLAGS": "--xla_gpu_experimental_use_collective_kernels="}
+# Only with one process for all GPUs does XLA choose its own all-reduce kernel; without the flag it does so by size.
+DRY_BENCH = "--context 16 --steps 2 4 --repeats 1 --batch 1 --dtype float32"
+DRY_KERNELS = "--batch 1 --steps 8 16 --repeats 1 --dtype float32"
+DRY_PREFILL = "--tokens 16 --repeats 1 --dtype float32"
+# NVLink multicast can put the GPUs of a shared host out of service: it stays off in every job.
+ALWAYS = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a run of a list was given; see measure.py's options."""
+
+    out: Path
+    dry: bool = False
+    cache: Path | None = None
+    nccl: Path | None = None
+    mamba_ssm: Path | None = None
+
+    def result(self, job: "Job") -> Path:
+        return self.out / f"{job.name}.json"
+
+    def words(self, job: "Job") -> Mapping[str, str]:
+        """What stands in braces in a job's command."""
+        nccl = "" if self.nccl is None else f"--nccl {shlex.quote(str(self.nccl))} "
+
+        def launch(devices: str) -> str:
+            where = f"-n {devices.count(',') + 1}" if self.dry else f"--devices {devices} {nccl}"
+            return f"{{python}} scripts/launch_local.py {where} --limit {job.limit - 10:g}"
+
+        words = {
+            **(SMALL if self.dry else MODELS),
+            "json": shlex.quote(str(self.result(job))),
+            "folder": shlex.quote(str(self.out / job.name)),
+            "experiment": shlex.quote(str(self._experiment())),
+            "mamba_ssm": "" if self.mamba_ssm is None else f"--mamba-ssm {shlex.quote(str(self.mamba_ssm))}",
+            "nccl": nccl,
+            "shared_gpu": "--cpu" if self.dry else nccl,
+            "two_ranks": launch("0,0"),
+            "four_ranks": launch("0,0,0,0"),
+            "two_gpus": launch("0,1"),
+        }
+        return {key: value.replace("{python}", sys.executable) for key, value in words.items()} | {
+            "python": shlex.quote(sys.executable)
+        }
+
+    def _experiment(self) -> Path:
+        if not self.dry:
+            return ROOT / "examples" / "one_gpu.toml"
+        path = self.out / "experiment.toml"
+        path.write_text(
+            f'model = "{ROOT / SMALL["8b"]}"\ndtype = "float32"\nsteps = [2, 4]\nrepeats = 1\ntokens = 16\n'
+        )
+        return path
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One command.
+
+    Attributes:
+      name: of its log and its result, too.
+      about: what it tells, in a few words.
+      seconds: how long it should take; it is not started when less is left.
+      limit: seconds after which it is ended.
+      command: words in braces are filled in by Setting.words.
+      dry: arguments put behind it in a dry run, where the last of two equal options counts.
+      env: environment variables.
+      stdout: its standard output is the result; otherwise it writes {json} itself, or has only a log.
+      needs_nccl: skipped where an older NCCL is installed and none was given.
+    """
+
+    name: str
+    about: str
+    seconds: float
+    limit: float
+    command: str
+    dry: str = ""
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stdout: bool = False
+    needs_nccl: bool = False
+
+    def arguments(self, setting: Setting) -> list[str]:
+        text = self.command + (f" {self.dry}" if setting.dry else "")
+        return shlex.split(text.format_map(setting.words(self)))
+
+    def environment(self, setting: Setting) -> dict[str, str]:
+        env = {**os.environ, **ALWAYS, "PYTHONUNBUFFERED": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+        env["NEMOTRON_JAX_COMPILATION_CACHE"] = "off" if setting.cache is None else str(setting.cache)
+        if setting.cache is not None:
+            env["JAX_COMPILATION_CACHE_DIR"] = str(setting.cache)
+            env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+        if setting.dry:  # flags of the GPU are unknown to the CPU's compiler only as such, so they are tried too
+            env["JAX_PLATFORMS"] = "cpu"
+            env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = (
+                "1"  # of the CPU's code generator: nearly all of the time is compiling
+            )
+            env["JAX_NUM_CPU_DEVICES"] = "1" if "launch_local" in " ".join(self.arguments(setting)) else "2"
+        return env | dict(self.env)
+
+    def missing(self, setting: Setting) -> str:
+        """Why it cannot run here; empty where it can."""
+        if self.needs_nccl and not setting.dry and setting.nccl is None and installed_nccl() < (2, 29):
+            return "needs NCCL 2.29 or newer: give its library with --nccl"
+        return ""
+
+
+def installed_nccl() -> tuple[int, ...]:
+    import importlib.metadata
+
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return (0,)
+
+
+def bench(name: str, about: str, seconds: float, arguments: str, dry: str = DRY_BENCH, env: Mapping = {}) -> Job:  # noqa: B006
+    # the largest model leaves less than JAX's usual quarter of the memory free
+    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
+    command = f"{{python}} -m nemotron_jax bench {arguments} --no-ceilings --out {{json}}"
+    return Job(name, about, seconds, max(1.6 * seconds, seconds + 40), command, dry, memory | dict(env))
+
+
+FIVE = "--steps 16 80 --repeats 5"
+ONE_GPU = [
+    Job(
+        "kernel_checks", "kernels of a decode step against their references, and their times", 70, 110,
+        "{python} -m tests.gpu.decode_kernel_checks --seconds 45 --out {json}", "--help",
+    ),
+    bench("decode_8b", "8B, batch 1, kernels off and on", 80, "decode {8b} --kernels none auto --repeats 8"),
+    Job(
+        "segments_8b", "pieces that the decode step is cut into, kernels off and on", 50, 100,
+        "{python} scripts/graph_segments.py {8b} --kernels none auto --out {json}",
+    ),
+    Job(
+        "references", "every float32 reference case on this GPU, at 1e-4", 100, 160,
+        "{python} tests/gpu/model_checks.py --models all --plans none --tensor-parallel 1 --threads 6 --watchdog 150 "
+        "--out {json}", "--models dense_tied --threads 2", QUICK_COMPILE,
+    ),
+    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 70, f"decode {{nano3}} --kernels none auto {FIVE}"),
+    bench("prefill_8b", "8B, 8k and 32k", 70, "prefill {8b} --tokens 8192 32768 --repeats 5", DRY_PREFILL),
+    bench(
+        "decode_8b_batches", "8B, batch 8, 32, 128", 110, f"decode {{8b}} --kernels none auto --batch 8 32 128 {FIVE}"
+    ),
+    Job(
+        "peers_8b", "transformers and mamba_ssm at the 8B's shapes, same machine", 100, 160,
+        "{python} scripts/bench_peers.py scan step decode prefill --model 8b {mamba_ssm} --out {json}",
+        "--device cpu --dry-run",
+    ),
+    bench("decode_9b", "Nano-9B-v2, batch 1", 60, f"decode {{9b}} --kernels none auto {FIVE}"),
+    bench("decode_47b", "47B, batch 1", 100, f"decode {{47b}} --kernels none auto {FIVE}"),
+    bench("prefill_nano3", "Nano-3, 8k", 60, "prefill {nano3} --tokens 8192 --repeats 5", DRY_PREFILL),
+    bench("kernels_8b", "the 8B's operations one by one", 60, "kernels {8b} --batch 1 32 --steps 64 512", DRY_KERNELS),
+    bench(
+        "kernels_nano3", "Nano-3's operations", 60, "kernels {nano3} --batch 1 8 64 --steps 64 512", DRY_KERNELS,
+    ),
+    Job(
+        "pytest_gpu", "a part of the tests that need one GPU", 60, 120,
+        "{python} -m pytest -q -p no:cacheprovider --gpu --thin 4 tests/gpu/test_decode_kernels.py", "--collect-only",
+    ),
+    bench("decode_12b", "Nano-12B-v2, batch 1", 60, f"decode {{12b}} --kernels none auto {FIVE}"),
+    Job(
+        "selftest", "the program's own check of the device", 25, 60, "{python} -m nemotron_jax selftest --json",
+        "--repeats 2", stdout=True,
+    ),
+    Job(
+        "experiment", "a sharding experiment on the GPU", 60, 110,
+        "{python} -m nemotron_jax experiment {experiment} --out {folder} --json", stdout=True,
+    ),
+    Job(
+        "peers_nano3", "transformers at Nano-3's shapes", 100, 160,
+        "{python} scripts/bench_peers.py decode prefill --model nano3 {mamba_ssm} --out {json}",
+        "--device cpu --dry-run",
+    ),
+]  # fmt: skip
+
+WHOLE = "{python} tests/gpu/model_checks.py --quick --out {json}"
+CHECKED = "tiny-nemotron-h tiny-nemotron-3 moe_nano moe_latent_super"
+FUSED = "none all/gather all/one_shot all/two_shot all/flags auto"
+RANKS = [
+    Job(
+        "ranks2_models", "two ranks on one GPU: whole models, every plan = stored = unfused", 75, 130,
+        f"{{two_ranks}} -- {WHOLE} --models {CHECKED} --plans {FUSED} --watchdog 115",
+        "--models dense_tied --plans none all/gather", QUICK_COMPILE, needs_nccl=True,
+    ),
+    Job(
+        "ranks2_kernels", "two ranks: the all-reduce kernels for real", 45, 80,
+        "{two_ranks} --join -- tests/gpu/allreduce_checks.py --max-blocks 66 --quick --tokens 1,133 --hidden 3136 "
+        "--watchdog 65", "--implementations gather --tokens 1 --hidden 192 --match values", needs_nccl=True,
+    ),
+    Job(
+        "ranks4_models", "four ranks on one GPU: whole models", 75, 130,
+        f"{{four_ranks}} -- {WHOLE} --models tiny-nemotron-h moe_nano --watchdog 115 "
+        "--plans none all/gather all/one_shot all/two_shot auto",
+        "--models dense_tied --plans all/gather", QUICK_COMPILE, needs_nccl=True,
+    ),
+    Job(
+        "shared_gpu", "the program itself: selftest, text, a killed process", 100, 170,
+        "{python} tests/gpu/shared_gpu.py {shared_gpu} --limit 60 --ranks 2 --plans none auto --only selftest "
+        "--only tiny --only killed", "--limit 120 --plans none",
+        needs_nccl=True,
+    ),
+    Job(
+        "ranks4_kernels", "four ranks: the all-reduce kernels for real", 45, 80,
+        "{four_ranks} --join -- tests/gpu/allreduce_checks.py --max-blocks 33 --quick --tokens 1,133 --hidden 3136 "
+        "--watchdog 65", "--implementations gather --tokens 1 --hidden 192 --match values", needs_nccl=True,
+    ),
+    Job(
+        "ranks2_calls", "two ranks: microseconds per call", 40, 80,
+        "{two_ranks} --join -- scripts/bench_allreduce_rms_norm.py --tokens 1,64 --hidden 4096 --max-blocks 66 "
+        "--watchdog 65 --out {json}", "--variants psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192",
+        needs_nccl=True,
+    ),
+]  # fmt: skip
+
+TP2 = "--tensor-parallel 2"
+PLANS = "--plans none all/one_shot all/flags auto"
+TWO_GPUS = [
+    Job(
+        "selftest", "devices, links, every all-reduce against float64", 30, 70,
+        "{python} -m nemotron_jax selftest --json", "--repeats 2", stdout=True,
+    ),
+    Job(
+        "models", "one process: both trained models, every plan = stored = unfused", 60, 110,
+        f"{WHOLE} --models {CHECKED} --plans {FUSED} --watchdog 100",
+        "--models dense_tied --plans none all/gather", QUICK_COMPILE,
+    ),
+    bench("decode_8b", "8B, batch 1, every plan", 110, f"decode {{8b}} {TP2} {PLANS} --repeats 8"),
+    bench("decode_8b_nccl", "8B, psum through NCCL", 70, f"decode {{8b}} {TP2} --plans none --batch 1 8 64 {FIVE}",
+          env=NCCL_PSUM),
+    bench("decode_8b_batches", "8B, batch 8 and 64", 120, f"decode {{8b}} {TP2} {PLANS} --batch 8 64 {FIVE}"),
+    Job(
+        "calls", "microseconds per call, and what a call of one_shot is made of", 80, 130,
+        "{python} scripts/bench_allreduce_rms_norm.py --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 "
+        "--variants none,norm,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot,flags "
+        "--watchdog 120 --out {json}",
+        "--variants none,psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192",
+    ),
+    Job(
+        "models_processes", "one process per GPU: the same models", 75, 120,
+        f"{{two_gpus}} -- {WHOLE} --models {CHECKED} --plans {FUSED} --watchdog 105",
+        "--models dense_tied --plans none all/gather", QUICK_COMPILE, needs_nccl=True,
+    ),
+    bench("decode_nano3", "Nano-3, batch 1", 80, f"decode {{nano3}} {TP2} --plans none auto {FIVE}"),
+    bench("decode_9b", "Nano-9B-v2, batch 1", 70, f"decode {{9b}} {TP2} --plans none auto {FIVE}"),
+    bench("prefill_8b", "8B, 8k", 70, f"prefill {{8b}} {TP2} --plans none all/one_shot auto --repeats 5", DRY_PREFILL),
+    bench("decode_47b", "47B, batch 1", 100, f"decode {{47b}} {TP2} --plans none auto {FIVE}"),
+    Job(
+        "pytest_gpu", "a part of the tests that need two GPUs", 60, 120,
+        "{python} -m pytest -q -p no:cacheprovider --gpu --thin 40 tests/gpu/test_allreduce_rms_norm.py",
+        "--collect-only",
+    ),
+    Job(
+        "calls_nccl", "microseconds per call of psum through NCCL", 40, 80,
+        "{python} scripts/bench_allreduce_rms_norm.py --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 "
+        "--variants none,psum --label psum_nccl --watchdog 70 --out {json}",
+        "--loops 2,4 --repetitions 1 --tokens 1 --hidden 192", NCCL_PSUM,
+    ),
+]  # fmt: skip
+
+LISTS: dict[str, list[Job]] = {"one-gpu": ONE_GPU, "ranks": RANKS, "two-gpus": TWO_GPUS}
+
+
+def key_figure(result: Path, log: Path) -> str:
+    """The figure to read first: of a result that has rows of times or checks, else the log's last line."""
+    try:
+        found = json.loads(result.read_text())
+    except (OSError, ValueError):
+        found = {}
+    if "key" in found:
+        return str(found["key"])
+    rows = [row for row in found.get("rows", []) if "ms" in row]
+    if rows and "operation" in rows[0]:
+        times = [f"{r['operation']} {r['implementation']} {r['ms'] * 1e3:.1f} us" for r in rows if r["ms"] is not None]
+        return f"{len(times)} of {len(rows)} timed: " + ", ".join(times)
+    if rows:
+        return ", ".join(_timed(row, rows) for row in rows)
+    if "checks" in found:
+        bad = [c["name"] for c in found["checks"] if c["ok"] is False]
+        return f"{len(found['checks']) - len(bad)} checks passed" + (f", FAILED {', '.join(bad)}" if bad else "")
+    runs = found.get("runs")
+    if isinstance(runs, list):
+        return f"{sum(run['status'] == 'done' for run in runs)} of {len(runs)} runs done"
+    lines = log.read_text(errors="replace").splitlines()[-400:] if log.is_file() else []
+    lines = [line.strip() for line in lines if line.strip() and not line.startswith("$ ")]
+    return lines[-1] if lines else ""
+
+
+def _timed(row: Mapping, rows: list[Mapping]) -> str:
+    """One row's time behind whatever tells it from the others."""
+    names = [n for n in ("batch", "context", "tokens", "plan", "kernels") if len({str(r.get(n)) for r in rows}) > 1]
+    label = " ".join(f"{n[0]}{row[n]}" if isinstance(row[n], int) else str(row[n]) for n in names if n in row)
+    return f"{label} {'wrong' if row['ms'] is None else format(row['ms'], '.3f')}".strip() + " ms"
