@@ -11,6 +11,7 @@ import pytest
 import nemotron_jax
 from nemotron_jax import NemotronH, NemotronHConfig, ShardingRules, make_mesh
 from nemotron_jax.config import PRESETS
+from nemotron_jax.layers import experts
 from nemotron_jax.layers.experts import (
     BLOCKS_AT_ONCE,
     GATHER_CHOICES_PER_EXPERT,
@@ -18,6 +19,7 @@ from nemotron_jax.layers.experts import (
     choose,
     expert_sum,
     room_per_expert,
+    rows_read,
 )
 from nemotron_jax.layers.router import describe, route
 from nemotron_jax.shapes import checkpoint_shapes
@@ -232,9 +234,32 @@ def test_decode_reads_no_expert_that_no_token_chose(tensor, rule, count_case):
     count_case()
 
 
-def test_decode_gathers_only_what_was_chosen():
+def test_a_rank_without_a_tokens_experts_reads_one_row(count_case):
+    """Where an expert is here the rows are its own; other ranks' choices all name one and the same."""
+    chosen = np.array([[3, 5, 5], [5, 5, 5], [0, 1, 5]])  # 5: another rank's
+    rows = np.asarray(rows_read(jnp.asarray(chosen), 5, 7))
+    for (token, choice), expert in np.ndenumerate(chosen):
+        assert rows[token, choice].tolist() == ([0] * 7 if expert == 5 else list(range(7 * expert, 7 * expert + 7)))
+    assert choose(1, 6, 16, elsewhere=True) == "gather_rows" and choose(1, 6, 16) == "gather"
+    count_case()
+
+
+@pytest.mark.parametrize("rule, form", [("whole", "gather_rows"), ("slices", "gather")])
+def test_which_form_a_rank_takes(rule, form, monkeypatch):
+    taken = []
+    for name in IMPLEMENTATIONS:
+        monkeypatch.setitem(
+            experts.IMPLEMENTATIONS, name, lambda *a, name=name: taken.append(name) or experts.dense(*a)
+        )
+    model = NemotronH(tiny.config(**LATENT, hybrid_override_pattern="E"), mesh=make_mesh(4), rules=RULES[rule], rngs=2)
+    model(tiny.tokens(2, 1, 1))
+    assert set(taken) == {form}
+
+
+@pytest.mark.parametrize("elsewhere, forms", [(False, [(16, 12, 8), (16, 8, 12)]), (True, [(192, 8), (128, 12)])])
+def test_decode_gathers_only_what_was_chosen(elsewhere, forms):
     """Of the experts' matrices the program takes the chosen ones; no product has all of them as an operand."""
-    jaxpr = jax.make_jaxpr(lambda *a: expert_sum(*a))(
+    jaxpr = jax.make_jaxpr(lambda *a: expert_sum(*a, elsewhere=elsewhere))(
         *(jnp.zeros(s, jnp.float32) for s in ((2, 8), (16, 12, 8), (16, 8, 12))),
         jnp.zeros((2, 3), jnp.int32),
         jnp.zeros((2, 3)),
@@ -243,9 +268,9 @@ def test_decode_gathers_only_what_was_chosen():
         e.primitive.name
         for e in _equations(jaxpr.jaxpr)
         for v in e.invars
-        if getattr(v.aval, "shape", ()) in ((16, 12, 8), (16, 8, 12))
+        if getattr(v.aval, "shape", ()) in ((16, 12, 8), (16, 8, 12), *forms)
     ]
-    assert set(users) <= {"gather", "pjit", "jit"} and users.count("gather") == 2, users
+    assert set(users) <= {"gather", "reshape", "pjit", "jit"} and users.count("gather") == 2, users
 
 
 def _equations(jaxpr):
@@ -427,7 +452,7 @@ def test_local_widths_of_the_released_models(implementation, width, count_case):
     count_case()
 
 
-@pytest.mark.parametrize("implementation", ["gather", "blocks", "grouped", "ragged"])
+@pytest.mark.parametrize("implementation", ["gather", "gather_rows", "blocks", "grouped", "ragged"])
 def test_products_round_alike(implementation, count_case):
     """bfloat16: within one rounding of the result of the plain form, which rounds at the same places."""
     x, up, down, chosen, weights = operands(9, 40, 3, 8, 32, 16)

@@ -37,6 +37,8 @@ def expert_sum(
     chosen: Int[Array, "tokens k"],
     weights: Float[Array, "tokens k"],
     implementation: str = "auto",
+    *,
+    elsewhere: bool = True,
 ) -> Float[Array, "tokens width"]:
     """sum over a token's choices of weight * down(relu(up(x))^2).
 
@@ -46,6 +48,7 @@ def expert_sum(
       chosen: index into this rank's experts; anything outside 0 .. experts - 1 is another rank's, and adds nothing.
       weights: float32.
       implementation: a name of IMPLEMENTATIONS, or ``auto``.
+      elsewhere: whether choices may be another rank's. It only helps ``auto`` to choose.
 
     Returns:
       In x's dtype; zeros where none of a token's experts is here.
@@ -54,22 +57,24 @@ def expert_sum(
     if tokens == 0:
         return x
     if implementation == "auto":
-        implementation = choose(tokens, k, up.shape[0], kernel_fault(tokens * k, up) is None)
+        implementation = choose(tokens, k, up.shape[0], kernel_fault(tokens * k, up) is None, elsewhere)
     mine = (chosen >= 0) & (chosen < up.shape[0])
     y = IMPLEMENTATIONS[implementation](x, up, down, jnp.where(mine, chosen, up.shape[0]))
     total = jnp.sum(jnp.where(mine[..., None], y.astype(jnp.float32) * weights[..., None], 0.0), axis=1)
     return total.astype(x.dtype)
 
 
-def choose(tokens: int, k: int, experts: int, kernel: bool = False) -> str:
-    """``gather``, which reads matrices for each choice anew, for few choices; for many ``grouped`` where its kernel
-    runs, else ``blocks``.
+def choose(tokens: int, k: int, experts: int, kernel: bool = False, elsewhere: bool = False) -> str:
+    """``gather``, which reads matrices for each choice anew, for few choices, and ``gather_rows`` where choices may be
+    another rank's; for many ``grouped`` where its kernel runs, else ``blocks``.
 
     On one H200 (bfloat16, 128 experts of 1856 x 2688, 6 chosen) gather reads at 2.9 to 3.3 TB/s up to 8 tokens, takes
     0.25 ms for 8 tokens where blocks takes 0.76, and 1.97 ms for 64 where blocks takes 2.43: scripts/bench_experts.py.
     """
     few = GATHER_CHOICES_PER_EXPERT_BESIDE_KERNEL if kernel else GATHER_CHOICES_PER_EXPERT
-    return "gather" if tokens * k <= few * experts else "grouped" if kernel else "blocks"
+    if tokens * k <= few * experts:
+        return "gather_rows" if elsewhere else "gather"
+    return "grouped" if kernel else "blocks"
 
 
 def kernel_fault(choices: int, up: jax.Array) -> str | None:
@@ -98,8 +103,32 @@ def gather(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
     stand_in = jnp.min(chosen, axis=1, keepdims=True)
     index = jnp.where(chosen < experts, chosen, jnp.where(stand_in < experts, stand_in, 0))
 
+    return _gathered(x, up, down, lambda matrices: jnp.take(matrices, index, axis=0, mode="clip"))
+
+
+def gather_rows(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
+    """``gather`` by rows: another rank's choice reads one row over and over, which stays in the cache, and no matrices.
+
+    So a rank with none of a token's experts reads none, and one with few does not read those once more per choice.
+    Args and result as :func:`gather`.
+    """
+    experts = up.shape[0]
+
+    def take(matrices: jax.Array) -> jax.Array:
+        rows = rows_read(chosen, experts, matrices.shape[1])
+        return jnp.take(matrices.reshape(-1, matrices.shape[2]), rows, axis=0, mode="clip")
+
+    return _gathered(x, up, down, take)
+
+
+def rows_read(chosen: jax.Array, experts: int, out: int) -> jax.Array:
+    """[n, k, out], of all experts' matrices below each other: those of the chosen one, or row 0 for other ranks'."""
+    return jnp.where((chosen < experts)[..., None], chosen[..., None] * out + jnp.arange(out, dtype=jnp.int32), 0)
+
+
+def _gathered(x: jax.Array, up: jax.Array, down: jax.Array, take: Callable[[jax.Array], jax.Array]) -> jax.Array:
     def product(matrices: jax.Array, v: jax.Array) -> jax.Array:  # [x, out, in], [n, k or 1, in] -> [n, k, out]
-        taken = jnp.take(matrices, index, axis=0, mode="clip").astype(jnp.float32)
+        taken = take(matrices).astype(jnp.float32)
         return jnp.sum(taken * v[:, :, None, :].astype(jnp.float32), -1).astype(v.dtype)
 
     return product(down, squared_relu(product(up, x[:, None])))
@@ -257,6 +286,7 @@ def dense(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> ja
 
 IMPLEMENTATIONS: dict[str, Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]] = {
     "gather": gather,
+    "gather_rows": gather_rows,
     "blocks": blocks,
     "grouped": grouped,
     "ragged": ragged,

@@ -61,7 +61,9 @@ class MoE(nnx.Module):
         with jax.named_scope("experts"):
             v = x if self.into_latent is None else project(x, self.into_latent[...])
             local = chosen - rank(self.axis) * self.per_rank if self.per_rank else chosen
-            routed = expert_sum(_rows(v), self.up[...], self.down[...], _rows(local), _rows(weights)).reshape(v.shape)
+            routed = expert_sum(
+                _rows(v), self.up[...], self.down[...], _rows(local), _rows(weights), elsewhere=bool(self.per_rank)
+            ).reshape(v.shape)
             if self.out_of_latent is not None:
                 routed = project(routed, self.out_of_latent[...])
         with jax.named_scope("shared_expert"):
