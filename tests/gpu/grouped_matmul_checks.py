@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nemotron_jax.layers.experts import expert_sum
+from nemotron_jax.layers.experts import expert_sum, kernel_fault
+from pallas_kernels import selection
 from pallas_kernels.grouped_matmul import grouped_matmul, shapes
 from tests.gpu.decode_kernel_checks import error, poison
 
@@ -83,6 +84,13 @@ def check_experts(seed, shape, tokens, repeats=3) -> float:
     rng = np.random.default_rng(seed)
     chosen = np.argsort(rng.random((tokens, experts + 4)), -1)[:, :k].astype(np.int32)
     weights = jnp.asarray(rng.random((tokens, k)), jnp.float32)
+    with selection.use("grouped_matmul"):
+        return _check_experts(x, up, down, chosen, weights, repeats)
+
+
+def _check_experts(x, up, down, chosen, weights, repeats) -> float:
+    experts, fault = up.shape[0], kernel_fault(chosen.size, up)
+    assert fault is None, f"the kernel {fault}"  # its place would be taken by plain JAX
     run = jax.jit(expert_sum, static_argnames="implementation")
     wanted = run(x, up, down, chosen, weights, implementation="dense")
     named = np.isin(np.arange(experts), chosen)[:, None, None]
