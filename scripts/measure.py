@@ -147,13 +147,12 @@ def execute(command: list[str], environment: dict, log: Path, stdout: Path | Non
             return "failed", 127
         status = "limit"
         try:
-            process.wait(max(limit, 0.1))
-            status = "failed" if process.returncode else "ok"
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(GRACE)
+            if ended_within(process, limit):
+                status = "failed" if process.returncode else "ok"
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
+                ended_within(process, GRACE)
         finally:
             end_descendants(process)
         return status, process.returncode
@@ -193,11 +192,22 @@ def end_descendants(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def ended_within(process: subprocess.Popen, seconds: float) -> bool:
+    limit = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < limit:
+        reap(process)
+        time.sleep(0.05)
+    return process.poll() is not None
+
+
 def reap(process: subprocess.Popen) -> None:
-    process.poll()
+    """Let go of the orphans that have ended: who looks for them must not find them."""
     with contextlib.suppress(ChildProcessError):
-        while process.poll() is not None and os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == process.pid:
+                process.poll()
+            else:
+                os.waitpid(ended.si_pid, 0)
 
 
 def adopt_orphans() -> None:

@@ -21,10 +21,10 @@ MODELS = {
     "nano3": "nemotron-3-nano-30b-a3b",
 }
 SMALL = {name: "tests/data/tiny/dense_tied/hf" for name in MODELS} | {"nano3": "tests/data/tiny/moe_nano/hf"}
-# No autotuning: the products of small models are compiled ten times as fast, and all ranks take the same kernels.
+# No autotuning: small models compile faster, and all ranks take the same kernels without asking each other.
 QUICK_COMPILE = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+# XLA has its own all-reduce kernel for small messages; with none allowed they go through NCCL.
 NCCL_PSUM = {"XLA_FLAGS": "--xla_gpu_experimental_use_collective_kernels="}
-# Only with one process for all GPUs does XLA choose its own all-reduce kernel; without the flag it does so by size.
 DRY_BENCH = "--context 16 --steps 2 4 --repeats 1 --batch 1 --dtype float32"
 DRY_KERNELS = "--batch 1 --steps 8 16 --repeats 1 --dtype float32"
 DRY_PREFILL = "--tokens 16 --repeats 1 --dtype float32"
@@ -150,6 +150,9 @@ def bench(name: str, about: str, seconds: float, arguments: str, dry: str = DRY_
 
 
 FIVE = "--steps 16 80 --repeats 5"
+WHOLE = "{python} tests/gpu/model_checks.py --out {json}"
+CALLS = "scripts/bench_allreduce_rms_norm.py --out {json}"
+DRY_CALLS = "--variants none,psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192"
 ONE_GPU = [
     Job(
         "kernel_checks", "kernels of a decode step against their references, and their times", 70, 110,
@@ -161,39 +164,48 @@ ONE_GPU = [
         "{python} scripts/graph_segments.py {8b} --kernels none auto --out {json}",
     ),
     Job(
-        "references", "every float32 reference case on this GPU, at 1e-4", 100, 160,
-        "{python} tests/gpu/model_checks.py --models all --plans none --tensor-parallel 1 --threads 6 --watchdog 150 "
-        "--out {json}", "--models dense_tied --threads 2", QUICK_COMPILE,
+        "references", "every float32 reference case on this GPU, at 1e-4", 80, 160,
+        f"{WHOLE} --models all --plans none --tensor-parallel 1 --threads 6 --watchdog 150",
+        "--models dense_tied --threads 2", QUICK_COMPILE,
+    ),
+    Job(
+        "grouped_checks", "the experts' matrix product against plain forms", 50, 90,
+        "{python} -m tests.gpu.grouped_matmul_checks --seconds 35", "--help",
     ),
     bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 70, f"decode {{nano3}} --kernels none auto {FIVE}"),
     bench("prefill_8b", "8B, 8k and 32k", 70, "prefill {8b} --tokens 8192 32768 --repeats 5", DRY_PREFILL),
     bench(
-        "decode_8b_batches", "8B, batch 8, 32, 128", 110, f"decode {{8b}} --kernels none auto --batch 8 32 128 {FIVE}"
+        "decode_8b_batches", "8B, batch 8, 32, 128", 100, f"decode {{8b}} --kernels none auto --batch 8 32 128 {FIVE}"
     ),
     Job(
-        "peers_8b", "transformers and mamba_ssm at the 8B's shapes, same machine", 100, 160,
-        "{python} scripts/bench_peers.py scan step decode prefill --model 8b {mamba_ssm} --out {json}",
+        "peers_8b", "transformers and mamba_ssm at the 8B's shapes, same machine", 100, 170,
+        "{python} scripts/bench_peers.py decode prefill step scan --model 8b {mamba_ssm} --out {json}",
         "--device cpu --dry-run",
     ),
-    bench("decode_9b", "Nano-9B-v2, batch 1", 60, f"decode {{9b}} --kernels none auto {FIVE}"),
-    bench("decode_47b", "47B, batch 1", 100, f"decode {{47b}} --kernels none auto {FIVE}"),
-    bench("prefill_nano3", "Nano-3, 8k", 60, "prefill {nano3} --tokens 8192 --repeats 5", DRY_PREFILL),
-    bench("kernels_8b", "the 8B's operations one by one", 60, "kernels {8b} --batch 1 32 --steps 64 512", DRY_KERNELS),
-    bench(
-        "kernels_nano3", "Nano-3's operations", 60, "kernels {nano3} --batch 1 8 64 --steps 64 512", DRY_KERNELS,
-    ),
+    bench("decode_9b", "Nano-9B-v2, batch 1", 55, f"decode {{9b}} --kernels none auto {FIVE}"),
+    bench("decode_47b", "47B, batch 1", 80, f"decode {{47b}} --kernels none auto {FIVE}"),
+    bench("prefill_nano3", "Nano-3, 8k", 55, "prefill {nano3} --tokens 8192 --repeats 5", DRY_PREFILL),
+    bench("kernels_8b", "the 8B's operations one by one", 55, "kernels {8b} --batch 1 32 --steps 64 512", DRY_KERNELS),
     Job(
-        "pytest_gpu", "a part of the tests that need one GPU", 60, 120,
-        "{python} -m pytest -q -p no:cacheprovider --gpu --thin 4 tests/gpu/test_decode_kernels.py", "--collect-only",
+        "experts", "Nano-3's routed experts, every implementation", 60, 100,
+        "{python} scripts/bench_experts.py --shapes nano --tokens 1,8,64,512,8192 --seconds 50 --out {json}",
+        "--shapes tiny --tokens 1 --ceiling 256",
     ),
-    bench("decode_12b", "Nano-12B-v2, batch 1", 60, f"decode {{12b}} --kernels none auto {FIVE}"),
     Job(
         "selftest", "the program's own check of the device", 25, 60, "{python} -m nemotron_jax selftest --json",
         "--repeats 2", stdout=True,
     ),
     Job(
+        "pytest_gpu", "a part of the tests that need one GPU", 60, 120,
+        "{python} -m pytest -q -p no:cacheprovider --gpu --thin 4 tests/gpu/test_decode_kernels.py", "--collect-only",
+    ),
+    bench("decode_12b", "Nano-12B-v2, batch 1", 55, f"decode {{12b}} --kernels none auto {FIVE}"),
+    Job(
         "experiment", "a sharding experiment on the GPU", 60, 110,
         "{python} -m nemotron_jax experiment {experiment} --out {folder} --json", stdout=True,
+    ),
+    bench(
+        "kernels_nano3", "Nano-3's operations", 60, "kernels {nano3} --batch 1 8 64 --steps 64 512", DRY_KERNELS
     ),
     Job(
         "peers_nano3", "transformers at Nano-3's shapes", 100, 160,
@@ -202,13 +214,13 @@ ONE_GPU = [
     ),
 ]  # fmt: skip
 
-WHOLE = "{python} tests/gpu/model_checks.py --quick --out {json}"
-CHECKED = "tiny-nemotron-h tiny-nemotron-3 moe_nano moe_latent_super"
-FUSED = "none all/gather all/one_shot all/two_shot all/flags auto"
+# `gather` is plain JAX and `flags` keeps no state where there are several processes.
+SHARED = "--plans none all/one_shot all/two_shot auto"
 RANKS = [
     Job(
-        "ranks2_models", "two ranks on one GPU: whole models, every plan = stored = unfused", 75, 130,
-        f"{{two_ranks}} -- {WHOLE} --models {CHECKED} --plans {FUSED} --watchdog 115",
+        "ranks2_models", "two ranks on one GPU: whole models, every plan = stored = unfused", 90, 160,
+        f"{{two_ranks}} -- {WHOLE} --quick {SHARED} --watchdog 145 "
+        "--models tiny-nemotron-h tiny-nemotron-3 moe_nano moe_latent_super",
         "--models dense_tied --plans none all/gather", QUICK_COMPILE, needs_nccl=True,
     ),
     Job(
@@ -217,16 +229,14 @@ RANKS = [
         "--watchdog 65", "--implementations gather --tokens 1 --hidden 192 --match values", needs_nccl=True,
     ),
     Job(
-        "ranks4_models", "four ranks on one GPU: whole models", 75, 130,
-        f"{{four_ranks}} -- {WHOLE} --models tiny-nemotron-h moe_nano --watchdog 115 "
-        "--plans none all/gather all/one_shot all/two_shot auto",
+        "ranks4_models", "four ranks on one GPU: whole models", 75, 140,
+        f"{{four_ranks}} -- {WHOLE} --quick {SHARED} --watchdog 125 --models tiny-nemotron-h moe_nano",
         "--models dense_tied --plans all/gather", QUICK_COMPILE, needs_nccl=True,
     ),
     Job(
-        "shared_gpu", "the program itself: selftest, text, a killed process", 100, 170,
-        "{python} tests/gpu/shared_gpu.py {shared_gpu} --limit 60 --ranks 2 --plans none auto --only selftest "
-        "--only tiny --only killed", "--limit 120 --plans none",
-        needs_nccl=True,
+        "shared_gpu", "the program itself: selftest, text, a killed process", 80, 170,
+        "{python} tests/gpu/shared_gpu.py {shared_gpu} --limit 60 --ranks 2 --plans auto --only selftest "
+        "--only tiny --only killed", "--limit 150", needs_nccl=True,
     ),
     Job(
         "ranks4_kernels", "four ranks: the all-reduce kernels for real", 45, 80,
@@ -235,8 +245,7 @@ RANKS = [
     ),
     Job(
         "ranks2_calls", "two ranks: microseconds per call", 40, 80,
-        "{two_ranks} --join -- scripts/bench_allreduce_rms_norm.py --tokens 1,64 --hidden 4096 --max-blocks 66 "
-        "--watchdog 65 --out {json}", "--variants psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192",
+        f"{{two_ranks}} --join -- {CALLS} --tokens 1,64 --hidden 4096 --max-blocks 66 --watchdog 65", DRY_CALLS,
         needs_nccl=True,
     ),
 ]  # fmt: skip
@@ -249,30 +258,29 @@ TWO_GPUS = [
         "{python} -m nemotron_jax selftest --json", "--repeats 2", stdout=True,
     ),
     Job(
-        "models", "one process: both trained models, every plan = stored = unfused", 60, 110,
-        f"{WHOLE} --models {CHECKED} --plans {FUSED} --watchdog 100",
+        "models", "one process: both trained models, every plan = stored = unfused", 75, 140,
+        f"{WHOLE} --quick --plans none all/one_shot all/two_shot all/flags --watchdog 130 "
+        "--models tiny-nemotron-h tiny-nemotron-3 moe_nano",
         "--models dense_tied --plans none all/gather", QUICK_COMPILE,
     ),
-    bench("decode_8b", "8B, batch 1, every plan", 110, f"decode {{8b}} {TP2} {PLANS} --repeats 8"),
-    bench("decode_8b_nccl", "8B, psum through NCCL", 70, f"decode {{8b}} {TP2} --plans none --batch 1 8 64 {FIVE}",
+    bench("decode_8b", "8B, batch 1, every plan", 100, f"decode {{8b}} {TP2} {PLANS} --repeats 8"),
+    bench("decode_8b_nccl", "8B, psum through NCCL", 65, f"decode {{8b}} {TP2} --plans none --batch 1 8 64 {FIVE}",
           env=NCCL_PSUM),
-    bench("decode_8b_batches", "8B, batch 8 and 64", 120, f"decode {{8b}} {TP2} {PLANS} --batch 8 64 {FIVE}"),
+    bench("decode_8b_batches", "8B, batch 8 and 64", 100, f"decode {{8b}} {TP2} {PLANS} --batch 8 64 {FIVE}"),
     Job(
-        "calls", "microseconds per call, and what a call of one_shot is made of", 80, 130,
-        "{python} scripts/bench_allreduce_rms_norm.py --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 "
-        "--variants none,norm,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot,flags "
-        "--watchdog 120 --out {json}",
-        "--variants none,psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192",
+        "calls", "microseconds per call, and what a call of one_shot is made of", 90, 140,
+        f"{{python}} {CALLS} --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 --watchdog 130 "
+        "--variants none,norm,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot,flags", DRY_CALLS,
     ),
     Job(
-        "models_processes", "one process per GPU: the same models", 75, 120,
-        f"{{two_gpus}} -- {WHOLE} --models {CHECKED} --plans {FUSED} --watchdog 105",
+        "models_processes", "one process per GPU: the same models", 75, 140,
+        f"{{two_gpus}} -- {WHOLE} --quick {SHARED} --watchdog 125 --models tiny-nemotron-h tiny-nemotron-3",
         "--models dense_tied --plans none all/gather", QUICK_COMPILE, needs_nccl=True,
     ),
-    bench("decode_nano3", "Nano-3, batch 1", 80, f"decode {{nano3}} {TP2} --plans none auto {FIVE}"),
-    bench("decode_9b", "Nano-9B-v2, batch 1", 70, f"decode {{9b}} {TP2} --plans none auto {FIVE}"),
-    bench("prefill_8b", "8B, 8k", 70, f"prefill {{8b}} {TP2} --plans none all/one_shot auto --repeats 5", DRY_PREFILL),
-    bench("decode_47b", "47B, batch 1", 100, f"decode {{47b}} {TP2} --plans none auto {FIVE}"),
+    bench("decode_nano3", "Nano-3, batch 1", 70, f"decode {{nano3}} {TP2} --plans none auto {FIVE}"),
+    bench("decode_9b", "Nano-9B-v2, batch 1", 60, f"decode {{9b}} {TP2} --plans none auto {FIVE}"),
+    bench("prefill_8b", "8B, 8k", 60, f"prefill {{8b}} {TP2} --plans none all/one_shot auto --repeats 5", DRY_PREFILL),
+    bench("decode_47b", "47B, batch 1", 80, f"decode {{47b}} {TP2} --plans none auto {FIVE}"),
     Job(
         "pytest_gpu", "a part of the tests that need two GPUs", 60, 120,
         "{python} -m pytest -q -p no:cacheprovider --gpu --thin 40 tests/gpu/test_allreduce_rms_norm.py",
@@ -280,9 +288,8 @@ TWO_GPUS = [
     ),
     Job(
         "calls_nccl", "microseconds per call of psum through NCCL", 40, 80,
-        "{python} scripts/bench_allreduce_rms_norm.py --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 "
-        "--variants none,psum --label psum_nccl --watchdog 70 --out {json}",
-        "--loops 2,4 --repetitions 1 --tokens 1 --hidden 192", NCCL_PSUM,
+        f"{{python}} {CALLS} --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 --watchdog 70 "
+        "--variants none,psum --label psum_nccl", DRY_CALLS, NCCL_PSUM,
     ),
 ]  # fmt: skip
 

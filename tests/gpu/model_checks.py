@@ -7,8 +7,9 @@
 In float32 (products at HIGHEST) every array of a reference is compared: logits, layers, states, greedy tokens.
 Most of the time goes into compiling: six programs for each model and plan, and none of it is shared. --quick leaves
 out what needs programs of its own but tests no other code of a plan: left-padded rows, held-out text, and the pass
-over prompt and greedy tokens at once; two programs are left. --threads compiles several models at the same time, where
-there is one process.
+over prompt and greedy tokens at once; two programs are left. These are compiled at the same time for all plans of a
+model, where JAX keeps compiled programs (JAX_COMPILATION_CACHE_DIR): the run then finds them. --threads runs several
+models at the same time, where there is one process.
 
 Every program that is traced and compiled is said, with the seconds since the start: a log that ends behind
 "compiled" is that of a program that hangs, one that ends behind "compiling" is slow. Prints one line per model and
@@ -17,6 +18,7 @@ plan, and the number of checks that failed; the exit status is 1 if any did.
 
 import argparse
 import concurrent.futures
+import dataclasses
 import faulthandler
 import json
 import logging
@@ -101,34 +103,66 @@ def main() -> int:
     several = jax.process_count() > 1
     say(f"{mesh.size} x {jax.devices()[0].device_kind}, {jax.process_count()} processes, jax {jax.__version__}")
     announce_programs()
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     names = [*TRAINED, *float32_cases()] if args.models == ["all"] else args.models
     left_out = EXTRA if args.quick else EXTRA[:1] if args.no_heldout else ()
-    checks = []
+    absent = [name for name in names if not all(path.exists() for path in paths(name))]
+    checks = [{"name": name, "ok": False, "problem": "its files are not here"} for name in absent]
+    names = [name for name in names if name not in absent]
     # ranks must start their programs in the same order, so threads are for one process
     with concurrent.futures.ThreadPoolExecutor(1 if several else args.threads) as pool:
         running = [pool.submit(check, name, args.plans, mesh, left_out, several) for name in names]
         for done in running:
             checks += done.result()
-    failed = [c for c in checks if not c["ok"]]
-    key = f"{len(checks) - len(failed)} of {len(checks)} models and plans equal their references on {mesh.size} devices"
-    key += "".join(f"; FAILED {c['name']}: {c['problem'][:150]}" for c in failed)
-    say(key)
-    if args.out and jax.process_index() == 0:
-        args.out.write_text(json.dumps({"key": key, "checks": checks}, indent=1) + "\n")
+            if args.out and jax.process_index() == 0:  # what is known so far, should the rest be cut off
+                found = {"key": summary(checks, mesh.size), "checks": checks}
+                args.out.write_text(json.dumps(found, indent=1) + "\n")
+    say(summary(checks, mesh.size))
     processes.leave()
-    return bool(failed)
+    return int(any(not entry["ok"] for entry in checks))
+
+
+def summary(checks: list[dict], devices: int) -> str:
+    failed = [entry for entry in checks if not entry["ok"]]
+    text = f"{len(checks) - len(failed)} of {len(checks)} models and plans equal their references on {devices} devices"
+    return text + "".join(f"; FAILED {entry['name']}: {entry['problem'][:150]}" for entry in failed)
+
+
+def compile_ahead(model, plans: list[str], arrays) -> None:
+    """Compile what --quick runs for every plan at once, so that the runs find it among the programs that JAX keeps."""
+    import numpy as np
+
+    batch, tokens = arrays["ids"].shape
+    cache = model.new_cache(batch, tokens + arrays["greedy"].shape[1])
+    state = dataclasses.replace(cache, longest=None)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        running = []
+        for plan in plans:
+            model.fusion = plan
+            for length, capture in ((tokens, True), (1, False)):
+                program = model.forward_program(
+                    batch, length, masked=False, capacity=cache.capacity or 0, capture=capture
+                )
+                ids, _ = model.check_ids(np.zeros((batch, length), np.int32))
+                running.append(pool.submit(program.lower(ids, None, state).compile))
+        for done in running:
+            done.result()
+    say(f"compiled {len(running)} programs ahead")
 
 
 def check(name: str, plans: list[str], mesh, left_out: tuple[str, ...], several: bool) -> list[dict]:
     """Every plan of one model; what was found, by plan."""
+    import jax
     import numpy as np
 
     import nemotron_jax
+    from nemotron_jax.parity.reference import read_reference
 
     threading.current_thread().name = name  # for `say`
-    folder, reference = paths(name)
-    with np.load(reference) as stored:
-        arrays = {k: stored[k] for k in stored.files if not k.split("/")[-1].startswith(left_out)}
+    folder, file = paths(name)
+    with np.load(file) as stored:
+        kept = {k: stored[k] for k in stored.files if not k.split("/")[-1].startswith(left_out)}
+    reference = read_reference(kept, "fixed")
     model, found = None, []
     for plan in plans:
         begin = time.monotonic()
@@ -138,8 +172,10 @@ def check(name: str, plans: list[str], mesh, left_out: tuple[str, ...], several:
         try:
             if model is None:
                 model = nemotron_jax.load(folder, mesh=mesh, fusion=plan, dtype="float32")
+                if left_out == EXTRA and jax.config.jax_compilation_cache_dir:
+                    compile_ahead(model, plans, reference.arrays)
             model.fusion = plan
-            result = nemotron_jax.compare(model, arrays)
+            result = nemotron_jax.compare(model, reference)
             entry |= {"ok": result.ok and bool(result.within_tolerance), "problem": "; ".join(result.problems)}
             entry |= {"ran": result.run["plan"], "max_abs_logit_error": result.max_abs_logit_error}
             entry |= {"greedy": [result.greedy.matches, result.greedy.total], "arrays": sorted(result.arrays)}
