@@ -54,8 +54,16 @@ class Entry:
 class Campaign:
     """The jobs of one list, and what became of them so far."""
 
-    def __init__(self, name: str, jobs: list[Job], setting: Setting, seconds: float, again: bool = False):
-        self.name, self.jobs, self.setting, self.seconds = name, jobs, setting, seconds
+    def __init__(
+        self,
+        name: str,
+        jobs: list[Job],
+        setting: Setting,
+        seconds: float,
+        again: bool = False,
+        archive: Path | None = None,
+    ):
+        self.name, self.jobs, self.setting, self.seconds, self.archive = name, jobs, setting, seconds, archive
         self.began = time.monotonic()
         self.entries: dict[str, Entry] = {}
         self.file = setting.out / "summary.json"
@@ -109,6 +117,8 @@ class Campaign:
         everything[self.name] = [dataclasses.asdict(e) for e in self.entries.values()]
         replace(self.file, json.dumps(everything, indent=1) + "\n")
         replace(self.setting.out / "summary.md", "\n\n".join(table(k, v) for k, v in everything.items()) + "\n")
+        if self.archive:
+            pack(self.setting.out, self.archive)
 
     def table(self) -> str:
         return table(self.name, [dataclasses.asdict(e) for e in self.entries.values()])
@@ -255,12 +265,14 @@ def unpacked(nccl: Path | None, out: Path) -> Path | None:
 
 
 def pack(out: Path, archive: Path) -> None:
-    """One file with all results: what a machine gives back may be few files."""
+    """One file with all results, after each job: what a machine gives back may be few files, and it may end early."""
     archive.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(archive, "w:gz") as tar:
+    partial = archive.with_name(f".{archive.name}.partial")
+    with tarfile.open(partial, "w:gz") as tar:
         for path in sorted(out.iterdir()):
-            if path.suffix in (".json", ".log", ".md", ".png") and path.stat().st_size < 8 << 20:
+            if path.suffix in (".json", ".log", ".md") and path.stat().st_size < 8 << 20:
                 tar.add(path, arcname=f"{out.name}/{path.name}")
+    partial.replace(archive)
 
 
 def describe() -> str:
@@ -281,7 +293,7 @@ def main() -> int:
     parser.add_argument("--compilation-cache", type=Path, metavar="DIR", help="keep compiled programs there")
     parser.add_argument("--nccl", type=Path, metavar="FILE", help="libnccl.so.2 (or .xz) for one process per rank")
     parser.add_argument("--mamba-ssm", type=Path, metavar="DIR", help="unpacked source of mamba_ssm, for the peers")
-    parser.add_argument("--pack", type=Path, metavar="FILE", help="at the end, put all results into this .tar.gz")
+    parser.add_argument("--pack", type=Path, metavar="FILE", help="keep all results in this .tar.gz too")
     parser.add_argument("--dry-run", action="store_true", help="each job in its smallest form, on CPU devices")
     parser.add_argument("--list", dest="show", action="store_true", help="print the lists and stop")
     args = parser.parse_args()
@@ -310,14 +322,12 @@ def main() -> int:
         mamba_ssm=args.mamba_ssm and args.mamba_ssm.resolve(),
     )
     replace(out / "machine.json", json.dumps(machine(shlex.join(sys.argv)), indent=1) + "\n")
-    campaign = Campaign(args.list, chosen, setting, args.seconds, args.again)
+    campaign = Campaign(args.list, chosen, setting, args.seconds, args.again, args.pack)
     try:
         campaign.run()
     except KeyboardInterrupt:
         print("measure: interrupted", file=sys.stderr)
     finally:
-        if args.pack:
-            pack(out, args.pack)
         print(campaign.table(), flush=True)
     bad = [e.name for e in campaign.entries.values() if e.status in ("failed", "limit")]
     return 1 if bad else 0

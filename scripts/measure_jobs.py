@@ -146,7 +146,7 @@ def bench(name: str, about: str, seconds: float, arguments: str, dry: str = DRY_
     # the largest model leaves less than JAX's usual quarter of the memory free
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
     command = f"{{python}} -m nemotron_jax bench {arguments} --no-ceilings --out {{json}}"
-    return Job(name, about, seconds, max(1.6 * seconds, seconds + 40), command, dry, memory | dict(env))
+    return Job(name, about, seconds, 1.8 * seconds, command, dry, memory | dict(env))
 
 
 FIVE = "--steps 16 80 --repeats 5"
@@ -310,6 +310,10 @@ def key_figure(result: Path, log: Path) -> str:
         return f"{len(times)} of {len(rows)} timed: " + ", ".join(times)
     if rows:
         return ", ".join(_timed(row, rows) for row in rows)
+    rows = [row for row in found.get("rows", []) if isinstance(row.get("us"), float)]
+    if rows:
+        names = ("shape", "tokens", "implementation")
+        return ", ".join(" ".join(str(row[n]) for n in names if n in row) + f" {row['us']:.1f} us" for row in rows)
     if "checks" in found:
         bad = [c["name"] for c in found["checks"] if c["ok"] is False]
         return f"{len(found['checks']) - len(bad)} checks passed" + (f", FAILED {', '.join(bad)}" if bad else "")

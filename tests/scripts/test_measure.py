@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import textwrap
 import time
 from pathlib import Path
@@ -104,7 +105,9 @@ def test_limits_failures_and_what_is_left(tmp_path):
     assert "900" in entries["long"]["key"] and entries["orphans"]["key"] == "gone"
     table = (tmp_path / "out" / "summary.md").read_text()
     assert "| stuck | limit |" in table and "| last | ok |" in table and table.strip() in done.stdout
-    assert (tmp_path / "all.tar.gz").stat().st_size > 0
+    with tarfile.open(tmp_path / "all.tar.gz") as tar:
+        packed = set(tar.getnames())
+    assert {"out/summary.md", "out/summary.json", "out/machine.json", "out/good.json", "out/last.log"} <= packed
     assert json.loads((tmp_path / "out" / "machine.json").read_text())["versions"]["jax"]
 
 
@@ -192,6 +195,10 @@ def test_key_figures(tmp_path):
     ]
     result.write_text(json.dumps({"rows": rows}))
     assert measure_jobs.key_figure(result, log) == "none 1.500 ms, auto wrong ms"
+    result.write_text(json.dumps({"rows": [{"shape": "nano", "tokens": 8, "implementation": "blocks", "us": 7.0}]}))
+    assert measure_jobs.key_figure(result, log) == "nano 8 blocks 7.0 us"
+    result.write_text(json.dumps({"rows": [{"us": {"mosaic_gpu": 7.0}}]}))  # a table of its own: the log says it
+    assert measure_jobs.key_figure(result, log) == "last line"
     result.write_text(json.dumps({"checks": [{"name": "a", "ok": True}, {"name": "b", "ok": False}]}))
     assert measure_jobs.key_figure(result, log) == "1 checks passed, FAILED b"
 
