@@ -28,12 +28,14 @@ class Rows:
       valid: [batch, tokens] bool, or None when every token is real.
       every: keep the recurrent states behind every token, not only behind the last: MambaCache leaves are then
         [batch, tokens, ...]. For a few tokens of which some may be taken back.
+      clean: the slots of the KV cache that hold no token hold numbers, see :func:`cleaned`.
     """
 
     start: jax.Array
     new: jax.Array
     valid: jax.Array | None
     every: bool = dataclasses.field(default=False, metadata={"static": True})
+    clean: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -166,6 +168,21 @@ def cache_shapes(
             specs.append(None)
     length = jax.ShapeDtypeStruct((batch,), jnp.int32)
     return CacheShapes(Cache(tuple(shapes), length), Cache(tuple(specs), P(rows)))
+
+
+def cleaned(cache: Cache) -> Cache:
+    """``cache`` with zero values in the slots that hold no token: what may be there is no longer looked at.
+
+    Attention multiplies empty slots by zero, so it needs numbers in them. A program of many steps looks after that
+    once instead of in every step. Keys need nothing: their scores are replaced.
+    """
+
+    def zeroed(layer: AttentionCache) -> AttentionCache:
+        filled = jnp.arange(layer.v.shape[1], dtype=jnp.int32) < cache.length[:, None]
+        return AttentionCache(layer.k, jnp.where(filled[:, :, None, None], layer.v, 0))
+
+    layers = tuple(zeroed(layer) if isinstance(layer, AttentionCache) else layer for layer in cache.layers)
+    return dataclasses.replace(cache, layers=layers)
 
 
 def allocate(shapes: CacheShapes, mesh: Mesh) -> Cache:

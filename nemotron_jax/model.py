@@ -214,12 +214,15 @@ def forward(
     state=None,
     capture: bool = False,
     last_only: bool = False,
+    clean: bool = False,
 ):
     """Logits (this rank's columns), cache and hidden states of new tokens at the places where the caller put them.
 
-    With ``last_only`` the logits are those of each row's last real token, [batch, 1, local vocab].
+    With ``last_only`` the logits are those of each row's last real token, [batch, 1, local vocab]; ``clean`` says that
+    the cache went through :func:`nemotron_jax.cache.cleaned`.
     """
     rows, order = pack(mask, cache.length, ids.shape[1])
+    rows = dataclasses.replace(rows, clean=clean)
     if order is not None:
         ids = jnp.take_along_axis(ids, order, axis=1)
     x, cache, hidden = network(ids, cache, rows, plan, state=state, capture=capture)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nemotron_jax import fusion
+from nemotron_jax.cache import cleaned
 from nemotron_jax.fusion import FusionPlan
 from nemotron_jax.model import forward
 from nemotron_jax.runtime import NemotronH
@@ -47,16 +48,16 @@ def plan_for(model: NemotronH, batch: int, tokens: int, target: Target | None = 
 
 
 def _local(plan: FusionPlan, steps: int | None) -> Callable:
-    def one(network, state, ids, cache):
-        logits, cache, _ = forward(network, ids, None, cache, plan, state=state, last_only=True)
+    def one(network, state, ids, cache, clean=False):
+        logits, cache, _ = forward(network, ids, None, cache, plan, state=state, last_only=True, clean=clean)
         return arg_max_over(logits[:, 0], network.lm_head.axis), cache
 
     def many(network, state, ids, cache):
         def body(carry, _):
-            token, cache = one(network, state, *carry)
+            token, cache = one(network, state, *carry, clean=True)
             return (token[:, None], cache), token
 
-        (_, cache), tokens = lax.scan(body, (ids, cache), None, length=steps)
+        (_, cache), tokens = lax.scan(body, (ids, cleaned(cache)), None, length=steps)
         return tokens, cache
 
     return one if steps is None else many

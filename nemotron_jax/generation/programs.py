@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nemotron_jax.cache import Cache, Rows
+from nemotron_jax.cache import Cache, Rows, cleaned
 from nemotron_jax.generation.sampling import (
     Controls,
     Traits,
@@ -142,14 +142,14 @@ def write_program(
                         written.top_ids, written.top_logprobs = top_log_probabilities(logits, norm, logprobs, axis)
                 if traits.penalised:
                     used = mark(used, token, alive, axis)
-                rows = Rows(cache.length, alive.astype(jnp.int32), alive[:, None])
+                rows = Rows(cache.length, alive.astype(jnp.int32), alive[:, None], clean=True)
                 x, cache, _ = network(token[:, None], cache, rows, plan, state=state)
                 logits = jnp.where(alive[:, None], network.logits(x)[:, 0], logits)
                 ended = jnp.any(token[:, None] == controls.eos, axis=-1)
                 left = jnp.where(alive & ~ended, left - 1, 0)
                 return (cache, logits, left, used), written
 
-            carry, written = lax.scan(step, (cache, logits, left, used), None, length=steps)
+            carry, written = lax.scan(step, (cleaned(cache), logits, left, used), None, length=steps)
             cache, logits, _, used = carry
             return cache, logits, used, written
 

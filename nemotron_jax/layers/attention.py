@@ -9,10 +9,13 @@ from nemotron_jax.cache import AttentionCache, Rows
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import dot_precision, project, weight
 from nemotron_jax.sharding import Axis, Layout, Section, cut_rows
+from pallas_kernels import decode_attention
 
 # Scores of one block of queries are held in float32; queries are taken in blocks so that they stay below this many
 # entries.
 MAX_SCORES = 1 << 28
+# Up to so many query heads and tokens, all of them against each slot take the GPU less time than reading the slot.
+FEW_QUERIES = 64
 
 
 class Attention(nnx.Module):
@@ -40,16 +43,22 @@ class Attention(nnx.Module):
         self, x: Float[Array, "batch tokens hidden"], cache: AttentionCache | None, rows: Rows
     ) -> tuple[Float[Array, "batch tokens hidden"], AttentionCache | None]:
         b, t, _ = x.shape
-        q, k, v = jnp.split(
-            project(x, self.qkv[...]).reshape(b, t, self.q_heads + 2 * self.kv_heads, self.head_dim),
-            (self.q_heads, self.q_heads + self.kv_heads),
-            axis=2,
-        )
-        if cache is not None:
-            cache = write(cache, k, v, rows)
-            k, v = cache.k, cache.v
-        y = attend(q, k, v, rows)
+        qkv = project(x, self.qkv[...]).reshape(b, t, self.q_heads + 2 * self.kv_heads, self.head_dim)
+        if t == 1 and cache is not None and self.kernel_fault(x.dtype, cache) is None:
+            alive = None if rows.valid is None else rows.new
+            y, k, v = decode_attention.decode_attention(qkv[:, 0], cache.k, cache.v, rows.start, alive)
+            cache = AttentionCache(k, v)
+        else:
+            q, k, v = jnp.split(qkv, (self.q_heads, self.q_heads + self.kv_heads), axis=2)
+            if cache is not None:
+                cache = write(cache, k, v, rows)
+                k, v = cache.k, cache.v
+            y = attend(q, k, v, rows)
         return project(y.reshape(b, t, self.q_heads * self.head_dim), self.out[...]), cache
+
+    def kernel_fault(self, dtype, cache: AttentionCache) -> str | None:
+        """Why a decode step does not run as one operation in the program being traced, or None."""
+        return decode_attention.declined(cache.k, q_heads=self.q_heads, dtype=dtype)
 
 
 def write(cache: AttentionCache, k: jax.Array, v: jax.Array, rows: Rows) -> AttentionCache:
@@ -90,7 +99,10 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> jax.Array:
     slot = jnp.arange(slots, dtype=jnp.int32)
     filled = slot[None] < (rows.start + rows.new)[:, None]  # [batch, slots]
     # Scores of empty slots are replaced below whatever they are; values are multiplied by 0, so they must be numbers.
-    k, v = k.astype(q.dtype), jnp.where(filled[:, :, None, None], v, 0).astype(q.dtype)
+    k, v = k.astype(q.dtype), (v if rows.clean else jnp.where(filled[:, :, None, None], v, 0)).astype(q.dtype)
+    if t * q_heads <= FEW_QUERIES:
+        behind = rows.start[:, None] + jnp.arange(t, dtype=jnp.int32)
+        return few(q, k, v, (slot <= behind[:, :, None]) & filled[:, None])
     q = q.reshape(b, t, kv_heads, q_heads // kv_heads, h)
     precision = dot_precision(q.dtype)
 
@@ -112,3 +124,45 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> jax.Array:
         y = jax.lax.map(lambda a: block(a[0], a[1] * rows_per_block), (parts, jnp.arange(n, dtype=jnp.int32)))
         y = jnp.moveaxis(y, 0, 1).reshape(b, n * rows_per_block, *q.shape[2:])[:, :t]
     return y.reshape(b, t, q_heads, h)
+
+
+def few(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
+    """Attention of few new tokens, with the cache read where it lies.
+
+    A product of several rows and several KV heads has two batch dimensions that are not neighbours in the cache's
+    layout, for which XLA transposes the cache. So the KV heads of a slot become one long vector, and each query zeros
+    outside its own head: more arithmetic, which costs nothing while memory is what the GPU waits for. What is not a
+    number in a key that is seen reaches all heads of its row.
+
+    Args:
+      q: [batch, tokens, q_heads, head_dim].
+      k, v: [batch, slots, kv_heads, head_dim]; of v all are numbers.
+      seen: [batch, tokens, slots] bool.
+
+    Returns:
+      [batch, tokens, q_heads, head_dim].
+    """
+    # letters: b batch, t token, g group of KV heads that one product takes, n token and query head, s slot,
+    # c channel of the group's KV heads
+    b, t, q_heads, h = q.shape
+    slots, kv_heads = k.shape[1:3]
+    per_head = q.reshape(b, t, kv_heads, q_heads // kv_heads, h)
+    own = jnp.eye(kv_heads, dtype=bool)[:, None, :, None]  # [KV head of the query, 1, KV head of the slot, 1]
+    apart = b == 1
+    if apart:
+        queries = jnp.moveaxis(per_head, 2, 1).reshape(b, kv_heads, -1, h)
+    else:
+        queries = jnp.where(own, per_head[:, :, :, :, None], 0).reshape(b, 1, -1, kv_heads * h)
+    groups, n, c = queries.shape[1:]
+    k, v = (x.reshape(b, slots, groups, c) for x in (k, v))
+    precision = dot_precision(q.dtype)
+    score = jnp.einsum("bgnc,bsgc->bgns", queries, k, precision=precision, preferred_element_type=jnp.float32)
+    score = (score * h**-0.5).reshape(b, groups, t, n // t, slots)
+    score = jnp.where(seen[:, None, :, None], score, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(score, -1).astype(v.dtype).reshape(b, groups, n, slots)
+    y = jnp.einsum("bgns,bsgc->bgnc", weights, v, precision=precision)
+    if apart:
+        y = jnp.moveaxis(y.reshape(b, kv_heads, t, -1, h), 2, 1)
+    else:
+        y = jnp.sum(jnp.where(own, y.reshape(b, t, kv_heads, -1, kv_heads, h), 0), 4)
+    return y.reshape(q.shape)

@@ -17,7 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from nemotron_jax.cache import AttentionCache, Rows
+from nemotron_jax.layers import attention
 from pallas_kernels import rms_norm, selection
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention import shapes as attention_shapes
 from pallas_kernels.mamba_step import mamba_step, shapes
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-6}
@@ -53,6 +57,21 @@ def problem(seed, shape, rows, dtype, state_dtype="float32", bias=True):
         1 + normal((inner,), scale=0.1),
         alive,
     ), groups
+
+
+def attention_problem(seed, heads, slots, lengths, dtype="bfloat16", alive=None):
+    """Operands of `decode_attention`; slots that hold no token hold NaN."""
+    q_heads, kv_heads = heads
+    rows, d = len(lengths), attention_shapes.HEAD_DIM
+    keys = jax.random.split(jax.random.key(seed), 3)
+    qkv = jax.random.normal(keys[0], (rows, q_heads + 2 * kv_heads, d)).astype(dtype)
+    length = jnp.array(lengths, jnp.int32)
+    empty = (jnp.arange(slots) >= length[:, None])[:, :, None, None]
+
+    def cache(key):
+        return jnp.where(empty, jnp.nan, jax.random.normal(key, (rows, slots, kv_heads, d))).astype(dtype)
+
+    return qkv, cache(keys[1]), cache(keys[2]), length, None if alive is None else jnp.array(alive, jnp.int32)
 
 
 def error(found, wanted) -> float:
@@ -117,6 +136,105 @@ def check_rms_norm(seed, tokens, hidden, dtype, residual_dtype, repeats=3) -> fl
     off = error(jnp.asarray(first[0]), wanted[0])
     assert off <= BOUND[dtype], f"off by {off:.1e}"
     return off
+
+
+def check_decode_attention(seed, heads, slots, lengths, dtype="bfloat16", *, alive=None, repeats=3) -> float:
+    """One shape: error of y relative to the reference; slots without a token hold NaN, and the cache has its bits.
+
+    Raises:
+        AssertionError: beyond the bound in any row; the new cache is not the reference's; results move.
+    """
+    operands = attention_problem(seed, heads, slots, lengths, dtype, alive)
+
+    def call(implementation):
+        return jax.jit(lambda *a: decode_attention(*a, implementation=implementation))
+
+    wanted = call("reference")(*operands)
+    kernel = call("mosaic_gpu")
+    first = None
+    for _ in range(repeats):
+        poison()
+        found = jax.tree.map(np.asarray, kernel(*operands))
+        first = found if first is None else first
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(first, found, strict=True)), "the result moves"
+    for name, a, b in zip("kv", first[1:], wanted[1:], strict=True):
+        assert a.tobytes() == np.asarray(b).tobytes(), f"new {name}"
+    worst = 0.0
+    for row, (y, y_wanted) in enumerate(zip(first[0], wanted[0], strict=True)):
+        if not np.asarray(y_wanted).any():  # a row that sees nothing
+            assert not y.astype(np.float32).any(), f"row {row} is not 0"
+            continue
+        off = error(jnp.asarray(y), y_wanted)
+        assert off <= BOUND[dtype], f"row {row} is off by {off:.1e}"
+        worst = max(worst, off)
+    return worst
+
+
+def check_beyond_32_bits(seed=0, rows=20, slots=131072, heads=(8, 8)) -> float:
+    """A cache of more than 2 ** 31 elements: its last row against a call on that row alone, and the row's new key."""
+    assert rows * slots * heads[1] * attention_shapes.HEAD_DIM > 2**31
+    qkv, k, v, length, _ = attention_problem(seed, heads, slots, (slots - 5,), "bfloat16")
+    many = jax.jit(
+        lambda qkv, k, v, n: decode_attention(
+            jnp.repeat(qkv, rows, 0),
+            jnp.concatenate([jnp.full((rows - 1, *k.shape[1:]), jnp.nan, k.dtype), k]),
+            jnp.concatenate([jnp.full((rows - 1, *v.shape[1:]), jnp.nan, v.dtype), v]),
+            jnp.concatenate([jnp.zeros(rows - 1, jnp.int32), n]),
+            implementation="mosaic_gpu",
+        )
+    )
+    y, new_k, _ = many(qkv, k, v, length)
+    alone = jax.jit(lambda *a: decode_attention(*a, implementation="reference"))(qkv, k, v, length)
+    assert (np.asarray(new_k[-1, slots - 5]) == np.asarray(qkv[0, heads[0] : heads[0] + heads[1]])).all(), "new key"
+    off = error(y[-1:], alone[0])
+    assert off <= BOUND["bfloat16"], f"off by {off:.1e}"
+    assert (np.asarray(y[0]) == np.asarray(qkv[0, -heads[1] :])).all(), "a first token sees its own value alone"
+    return off
+
+
+def time_decode_attention(heads, rows, slots, implementation, layers=4, loops=(4, 20), repeats=5) -> float:
+    """Microseconds of one call, cache write included, inside a loop over `layers` caches on the device; all rows are
+    almost full. "plain" is what the attention layer runs without the kernel."""
+    q_heads, kv_heads = heads
+    qkv, k, v, length, _ = attention_problem(0, heads, slots, (slots - 1,) * rows)
+    caches = [(k + i, v + i) for i in range(layers)]
+    state = Rows(length, jnp.ones(rows, jnp.int32), None, clean=True)
+
+    def once(qkv, k, v):
+        if implementation == "mosaic_gpu":
+            return decode_attention(qkv, k, v, length, implementation=implementation)
+        q, new_k, new_v = jnp.split(qkv[:, None], (q_heads, q_heads + kv_heads), axis=2)
+        cache = attention.write(AttentionCache(k, v), new_k, new_v, state)
+        return attention.attend(q, cache.k, cache.v, state)[:, 0], cache.k, cache.v
+
+    def program(n):
+        def body(_, carry):
+            qkv, caches = carry
+            new = []
+            for k, v in caches:
+                y, k, v = once(qkv, k, v)
+                qkv = lax.dynamic_update_slice(qkv, y, (0, 0, 0))  # the next call waits for this one
+                new.append((k, v))
+            return qkv, new
+
+        run = jax.jit(lambda c: lax.fori_loop(0, n, body, c), donate_argnums=0)
+        carry = jax.tree.map(jnp.copy, (qkv, caches))
+        for _ in range(3):
+            carry = jax.block_until_ready(run(carry))
+        seconds = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            carry = jax.block_until_ready(run(carry))
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
+
+    short, long = (program(n) for n in loops)
+    return (long - short) / (loops[1] - loops[0]) / layers * 1e6
+
+
+def attention_bytes(heads, rows, slots) -> int:
+    """Keys and values read once."""
+    return rows * slots * heads[1] * attention_shapes.HEAD_DIM * 2 * 2
 
 
 def time_mamba_step(shape, rows, implementation, layers=8, loops=(4, 20), repeats=5) -> float:
@@ -184,6 +302,23 @@ def cases():
     yield every["nemotron-h-8b"], 129, "bfloat16", "float32", {"repeats": 2}
 
 
+def attention_cases():
+    """(heads, slots, lengths, options) from the cheapest to the dearest."""
+    every = attention_shapes.SHAPES
+    yield every["nemotron-h-8b"], 2048, (2047,), {}
+    yield every["nemotron-h-8b, 8 ranks"], 64, (0, 1, 63, 64), {"alive": (1, 1, 1, 1)}
+    yield every["nemotron-nano-9b-v2"], 1000, (0, 1, 64, 999, 1000), {"alive": (0, 1, 0, 1, 1)}
+    yield every["nemotron-3-nano-30b-a3b"], 4100, (4099, 17, 2048), {}
+    yield every["nemotron-h-56b"], 777, (700, 3), {"dtype": "float16"}
+    yield every["nemotron-3-ultra-550b-a55b"], 32768, (32767, 1), {}
+    yield (64, 1), 200, (199, 128), {}
+    yield (3, 3), 130, (129, 128, 65), {}
+    yield every["nemotron-h-8b"], 2048, tuple(range(7, 2048, 48)), {"repeats": 2}
+
+
+ATTENTION_TIMES = [(slots, rows) for slots in (2048, 32768) for rows in (1, 8, 32)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60)
@@ -214,6 +349,17 @@ def main() -> None:
             except Exception as e:
                 failed, found = failed + 1, f"FAILED {type(e).__name__} {str(e)[:150]}"
             say({"rms_norm": hidden, "rows": n, "error": found})
+        for seed, (heads, slots, lengths, options) in enumerate(attention_cases()):
+            try:
+                found = check_decode_attention(seed, heads, slots, lengths, **options)
+            except Exception as e:
+                failed, found = failed + 1, f"FAILED {type(e).__name__} {str(e)[:150]}"
+            say({"decode_attention": heads, "slots": slots, "rows": len(lengths), "error": found})
+        try:
+            found = check_beyond_32_bits()
+        except Exception as e:
+            failed, found = failed + 1, f"FAILED {type(e).__name__} {str(e)[:150]}"
+        say({"decode_attention": "beyond 2 ** 31 elements", "error": found})
         for name, n in (
             ("nemotron-h-8b", 1),
             ("nemotron-h-8b", 32),
@@ -226,6 +372,18 @@ def main() -> None:
             layers = 8 if n == 1 else 3
             us = {i: time_mamba_step(shape, n, i, layers) for i in ("mosaic_gpu", "reference")}
             say({"time": name, "rows": n, "us": us, "tb_per_s": mamba_bytes(shape, n) / us["mosaic_gpu"] / 1e6})
+        table = ["| KV heads | context | batch | plain us | kernel us | kernel TB/s |", "|---|---|---|---|---|---|"]
+        for name in ("nemotron-h-8b", "nemotron-3-nano-30b-a3b"):
+            heads = attention_shapes.SHAPES[name]
+            for slots, n in ATTENTION_TIMES:
+                if time.monotonic() - begin > args.seconds:
+                    break
+                us = {i: time_decode_attention(heads, n, slots, i) for i in ("mosaic_gpu", "plain")}
+                rate = attention_bytes(heads, n, slots) / us["mosaic_gpu"] / 1e6
+                say({"time": f"decode_attention, {name}", "slots": slots, "rows": n, "us": us, "tb_per_s": rate})
+                cells = (heads[1], slots, n, f"{us['plain']:.1f}", f"{us['mosaic_gpu']:.1f}", f"{rate:.2f}")
+                table.append("| " + " | ".join(map(str, cells)) + " |")
+    print("\n".join(table))
     print("FAILED" if failed else "all right", failed)
     raise SystemExit(bool(failed))
 

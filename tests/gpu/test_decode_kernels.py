@@ -9,6 +9,7 @@ from tests.gpu import decode_kernel_checks as checks
 
 pytestmark = pytest.mark.gpu
 CASES = list(checks.cases())
+ATTENTION_CASES = list(checks.attention_cases())
 
 
 @pytest.fixture(autouse=True)
@@ -33,4 +34,16 @@ def test_mamba_step(number, count_case):
 @pytest.mark.parametrize("dtype, residual", [("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")])
 def test_rms_norm(tokens, hidden, dtype, residual, count_case):
     checks.check_rms_norm(tokens, tokens, hidden, dtype, residual, repeats=20)
+    count_case()
+
+
+@pytest.mark.parametrize("number", range(len(ATTENTION_CASES)))
+def test_decode_attention(number, count_case):
+    heads, slots, lengths, options = ATTENTION_CASES[number]
+    checks.check_decode_attention(number, heads, slots, lengths, **({"repeats": 20} | options))
+    count_case()
+
+
+def test_decode_attention_beyond_32_bits(count_case):
+    checks.check_beyond_32_bits()
     count_case()
