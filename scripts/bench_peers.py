@@ -338,7 +338,7 @@ def report(args: argparse.Namespace, result: dict) -> int:
 def write(args: argparse.Namespace, result: dict) -> None:
     named = ("what", "how", "tokens", "rows", "chunk")
     times = [" ".join(str(row[k]) for k in named if k in row) + f" {row['ms']:.3f} ms" for row in result["rows"]]
-    result["key"] = ", ".join(times) + "".join(f"; {reason[:80]}" for reason in result["missing"])
+    result["key"] = ", ".join(times + [f"missing: {reason[:80]}" for reason in result["missing"]])
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
