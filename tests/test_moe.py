@@ -16,6 +16,7 @@ from nemotron_jax.layers.experts import (
     BLOCKS_AT_ONCE,
     GATHER_CHOICES_PER_EXPERT,
     IMPLEMENTATIONS,
+    ROOM_FOR_ALL,
     choose,
     expert_sum,
     room_per_expert,
@@ -396,7 +397,8 @@ def spread(chosen, experts):
 
 def all_on_one(chosen, experts):
     """As far as a choice without repetition can: expert 2 for every token, the rest here or there."""
-    return np.concatenate([np.full_like(chosen[:, :1], 2), np.where(chosen[:, 1:] == 2, 3, chosen[:, 1:])], 1)
+    rest = np.where(chosen[:, 1:] == 2, chosen[:, :1], chosen[:, 1:])
+    return np.concatenate([np.full_like(chosen[:, :1], 2), rest], 1)
 
 
 def mostly_elsewhere(chosen, experts):
@@ -405,7 +407,7 @@ def mostly_elsewhere(chosen, experts):
 
 
 @pytest.mark.parametrize("choice", [spread, all_on_one, mostly_elsewhere])
-@pytest.mark.parametrize("tokens", [1, 5, 83])
+@pytest.mark.parametrize("tokens", [1, 5, 183])
 @pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "auto"])
 def test_products_equal_numpy(implementation, tokens, choice, count_case):
     x, up, down, chosen, weights = operands(7, tokens, 3, 8, 23, 12)
@@ -421,7 +423,7 @@ def test_blocks_that_are_left_over(count_case):
     """More than one batch of them, some of it without need: one expert has nearly all choices, far above its room."""
     x, up, down, chosen, weights = operands(11, 300, 1, 64, 9, 12)
     chosen = np.where(np.arange(300)[:, None] % 20, 5, chosen)
-    assert 285 - room_per_expert(300, 64) > BLOCKS_AT_ONCE * 8
+    assert 285 - room_per_expert(300, 1, 64) > BLOCKS_AT_ONCE * 8
     found = jax.jit(expert_sum, static_argnames="implementation")(x, up, down, chosen, weights, implementation="blocks")
     tiny.close(found, numpy_experts(x, up, down, chosen, weights), 1e-5)
     count_case()
@@ -429,15 +431,17 @@ def test_blocks_that_are_left_over(count_case):
 
 def test_blocks_copies_no_matrix_but_for_what_is_left_over():
     """The whole stacks are operands of a product, and are taken apart only inside the loop that may not run."""
-    shapes = ((90, 8), (16, 12, 8), (16, 8, 12))
-    jaxpr = jax.make_jaxpr(lambda *a: expert_sum(*a, "blocks"))(
-        *(jnp.zeros(s, jnp.float32) for s in shapes), jnp.zeros((90, 3), jnp.int32), jnp.zeros((90, 3))
-    )
+    matrices = ((16, 12, 8), (16, 8, 12))
 
-    def users(jaxpr):
-        return [e.primitive.name for e in jaxpr.eqns for v in e.invars if getattr(v.aval, "shape", ()) in shapes[1:]]
+    def users(tokens):
+        shapes = ((tokens, 8), *matrices)
+        jaxpr = jax.make_jaxpr(lambda *a: expert_sum(*a, "blocks"))(
+            *(jnp.zeros(s, jnp.float32) for s in shapes), jnp.zeros((tokens, 3), jnp.int32), jnp.zeros((tokens, 3))
+        )
+        return [e.primitive.name for e in jaxpr.eqns for v in e.invars if getattr(v.aval, "shape", ()) in matrices]
 
-    assert users(jaxpr.jaxpr) == ["dot_general", "dot_general", "while", "while"]
+    assert users(ROOM_FOR_ALL + 1) == ["dot_general", "dot_general", "while", "while"]
+    assert users(ROOM_FOR_ALL) == ["dot_general", "dot_general"]
 
 
 @pytest.mark.parametrize("width", [232, 464, 672, 928])

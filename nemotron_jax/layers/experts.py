@@ -24,6 +24,7 @@ from pallas_kernels import grouped_matmul as kernel
 # Blocks of one expert's rows that run as one batched product, whose matrices are copied side by side for it.
 BLOCKS_AT_ONCE = 16
 MAX_BLOCK_ROWS = 256
+ROOM_FOR_ALL = 128  # tokens
 # Up to so many choices per expert on average, reading its matrices again for each beats copying them once.
 GATHER_CHOICES_PER_EXPERT = 3
 # Where the kernel is switched on: up to here most experts have one choice at most, and gather reads them as often.
@@ -46,6 +47,7 @@ def expert_sum(
       x: what the experts see.
       up, down: the matrices of this rank's experts (all or its own, whole or its slices), checkpoint orientation.
       chosen: index into this rank's experts; anything outside 0 .. experts - 1 is another rank's, and adds nothing.
+        No expert twice for a token, as a router chooses.
       weights: float32.
       implementation: a name of IMPLEMENTATIONS, or ``auto``.
       elsewhere: whether choices may be another rank's. It only helps ``auto`` to choose.
@@ -178,11 +180,15 @@ def _expert_of(block: jax.Array, end: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.sum(block[:, None] >= end[None], 1, dtype=jnp.int32), end.shape[0] - 1)
 
 
-def room_per_expert(choices: int, experts: int) -> int:
-    """Rows that ``blocks`` gives every expert at once: a quarter more than the average and 16."""
-    average = -(-choices // experts)
+def room_per_expert(tokens: int, k: int, experts: int) -> int:
+    """Rows that ``blocks`` gives every expert at once: all tokens while they fill no more than one tile of a product,
+    for then reading the matrices takes the time; else a quarter more than the average and 16.
+    """
+    if tokens <= ROOM_FOR_ALL:
+        return tokens
+    average = -(-tokens * k // experts)
     step = 16 if average < 64 else 64
-    return min(choices, -(-(average * 5 // 4 + 16) // step) * step)
+    return min(tokens, -(-(average * 5 // 4 + 16) // step) * step)
 
 
 def blocks(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -190,12 +196,13 @@ def blocks(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
     one expert's choices. Args and result as :func:`gather`.
 
     The first product takes the matrices as they lie. Blocks need theirs side by side, so XLA copies them: as long as
-    nobody's share is much above the average there are no blocks, and no program has more than it needs.
+    nobody's share is much above the average there are no blocks, and no program has more than it needs. Programs of few
+    tokens, like those of decoding, have no such loop at all: the host must look at a loop's condition.
     """
     tokens, k = chosen.shape
     experts, choices = up.shape[0], tokens * k
     table = Sorted.make(chosen, experts)
-    room = room_per_expert(choices, experts)
+    room = room_per_expert(tokens, k, experts)
 
     def through(expert: jax.Array | slice, v: jax.Array) -> jax.Array:
         return _block_product(squared_relu(_block_product(v, up[expert])), down[expert])
@@ -204,7 +211,7 @@ def blocks(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
     choice, _ = table.rows(everyone, jnp.zeros_like(everyone), room)
     y = through(slice(None), x[choice // k]).reshape(-1, down.shape[1])
     out = y.at[table.expert * room + jnp.minimum(table.place, room - 1)].get(mode="clip")
-    if room < choices:
+    if room < tokens:
         rows = min(MAX_BLOCK_ROWS, max(8, 1 << (choices // experts).bit_length()))
         first, end = _cut(jnp.maximum(table.size - room, 0), rows)
 
