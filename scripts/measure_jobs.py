@@ -142,11 +142,21 @@ def installed_nccl() -> tuple[int, ...]:
     return (0,)
 
 
-def bench(name: str, about: str, seconds: float, arguments: str, dry: str = DRY_BENCH, env: Mapping = {}) -> Job:  # noqa: B006
+def bench(
+    name: str,
+    about: str,
+    seconds: float,
+    arguments: str,
+    dry: str = DRY_BENCH,
+    env: Mapping[str, str] | None = None,
+    ceilings: bool = False,
+) -> Job:
+    """`nemotron-jax bench`; ``ceilings``: with the rates of a copy and a matrix product on this machine."""
     # the largest model leaves less than JAX's usual quarter of the memory free
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93"}
-    command = f"{{python}} -m nemotron_jax bench {arguments} --no-ceilings --out {{json}}"
-    return Job(name, about, seconds, 1.8 * seconds, command, dry, memory | dict(env))
+    command = f"{{python}} -m nemotron_jax bench {arguments} --out {{json}}"
+    command += "" if ceilings else " --no-ceilings"
+    return Job(name, about, seconds, 1.8 * seconds, command, dry, memory | dict(env or {}))
 
 
 FIVE = "--steps 16 80 --repeats 5"
@@ -158,7 +168,9 @@ ONE_GPU = [
         "kernel_checks", "kernels of a decode step against their references, and their times", 70, 110,
         "{python} -m tests.gpu.decode_kernel_checks --seconds 45 --out {json}", "--help",
     ),
-    bench("decode_8b", "8B, batch 1, kernels off and on", 80, "decode {8b} --kernels none auto --repeats 8"),
+    bench(
+        "decode_8b", "8B, batch 1, kernels off and on", 85, "decode {8b} --kernels none auto --repeats 8", ceilings=True
+    ),
     Job(
         "segments_8b", "pieces that the decode step is cut into, kernels off and on", 50, 100,
         "{python} scripts/graph_segments.py {8b} --kernels none auto --out {json}",
@@ -197,7 +209,8 @@ ONE_GPU = [
     ),
     Job(
         "pytest_gpu", "a part of the tests that need one GPU", 60, 120,
-        "{python} -m pytest -q -p no:cacheprovider --gpu --thin 4 tests/gpu/test_decode_kernels.py", "--collect-only",
+        "{python} -m pytest -q -p no:cacheprovider --gpu --thin 4 tests/gpu "
+        "--ignore tests/gpu/test_allreduce_rms_norm.py", "--collect-only",
     ),
     bench("decode_12b", "Nano-12B-v2, batch 1", 55, f"decode {{12b}} --kernels none auto {FIVE}"),
     Job(
@@ -263,7 +276,7 @@ TWO_GPUS = [
         "--models tiny-nemotron-h tiny-nemotron-3 moe_nano",
         "--models dense_tied --plans none all/gather", QUICK_COMPILE,
     ),
-    bench("decode_8b", "8B, batch 1, every plan", 100, f"decode {{8b}} {TP2} {PLANS} --repeats 8"),
+    bench("decode_8b", "8B, batch 1, every plan", 105, f"decode {{8b}} {TP2} {PLANS} --repeats 8", ceilings=True),
     bench("decode_8b_nccl", "8B, psum through NCCL", 65, f"decode {{8b}} {TP2} --plans none --batch 1 8 64 {FIVE}",
           env=NCCL_PSUM),
     bench("decode_8b_batches", "8B, batch 8 and 64", 100, f"decode {{8b}} {TP2} {PLANS} --batch 8 64 {FIVE}"),
