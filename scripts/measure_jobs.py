@@ -21,8 +21,8 @@ MODELS = {
     "nano3": "nemotron-3-nano-30b-a3b",
 }
 SMALL = {name: "tests/data/tiny/dense_tied/hf" for name in MODELS} | {"nano3": "tests/data/tiny/moe_nano/hf"}
-# No autotuning: small models compile faster, and all ranks take the same kernels without asking each other.
-QUICK_COMPILE = {"XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+# No autotuning: small models compile faster, and no rank waits for what another one has found out.
+QUICK_COMPILE = {"XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_shard_autotuning=false"}
 # XLA has its own all-reduce kernel for small messages; with none allowed they go through NCCL.
 NCCL_PSUM = {"XLA_FLAGS": "--xla_gpu_experimental_use_collective_kernels="}
 DRY_BENCH = "--context 16 --steps 2 4 --repeats 1 --batch 1 --dtype float32"
