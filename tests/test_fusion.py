@@ -176,9 +176,15 @@ def test_plan_reasons_and_counts():
     assert fusion.plan("all/gather", "M-*-", mesh=make_mesh(4), axis=FOUR, **uncut).letters == "g.g."
 
 
-def test_arg_max_over_ranks_takes_the_lower_id_at_ties():
-    logits = np.zeros((2, 16), np.float32)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_arg_max_over_ranks_takes_the_lower_id_at_ties(ranks):
+    """As torch.argmax: the first of equal entries, and the first that is not a number before all others."""
+    logits = np.zeros((5, 16), np.float32)
     logits[0, [5, 9]] = 3.0
     logits[1, :] = -np.inf
-    found = on_ranks(lambda x: arg_max_over(x, FOUR), logits, specs=P(None, TENSOR))
-    assert found.tolist() == [5, 0]
+    logits[2, [15, 14]] = [0.0, 1e-30]
+    logits[3, [3, 11, 12]] = [7.0, np.nan, np.nan]
+    logits[4, 0] = -0.0  # equals 0.0
+    axis, specs = (Axis(TENSOR, ranks), P(None, TENSOR)) if ranks > 1 else (ONE, SAME)
+    run = jax.shard_map(lambda x: arg_max_over(x, axis), mesh=make_mesh(ranks), in_specs=specs, out_specs=SAME)
+    assert jax.jit(run)(logits).tolist() == [5, 0, 14, 11, 0]

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nemotron_jax.cache import AttentionCache, Cache, MambaCache, Rows
+from nemotron_jax.cache import AttentionCache, Cache, MambaCache, Rows, cleaned
 from nemotron_jax.generation.programs import Written, kept, local_rows
 from nemotron_jax.generation.sampling import (
     Controls,
@@ -150,13 +150,13 @@ def write_program(
                 """The tokens after ``first`` by the head, and its cache behind the pairs that are certain."""
                 tokens = jnp.where(place == (draft.new - 1)[:, None], first[:, None], draft.tokens)
                 real = (place < draft.new[:, None]) & alive[:, None]
-                rows = Rows(draft.cache.length, jnp.where(alive, draft.new, 0), real)
+                rows = Rows(draft.cache.length, jnp.where(alive, draft.new, 0), real, clean=True)
                 x, certain = network.draft(draft.hidden, tokens, draft.cache, rows, wide_plan, state=state)
                 x = jnp.take_along_axis(x, (draft.new - 1)[:, None, None], axis=1)
                 ahead, found = certain, []
                 for k in range(guesses):
                     if k:
-                        rows = Rows(ahead.length, alive.astype(jnp.int32), alive[:, None])
+                        rows = Rows(ahead.length, alive.astype(jnp.int32), alive[:, None], clean=True)
                         x, ahead = network.draft(x, found[-1][:, None], ahead, rows, one_plan, state=state)
                     found.append(draw(network.logits(x)[:, 0], used, start + 1 + k))
                     used = marked(used, found[-1], alive)
@@ -174,9 +174,8 @@ def write_program(
                 used = marked(used, first, alive)
                 guessed, head = guess(draft, first, used, alive, start)
                 block = jnp.stack([first, *guessed], axis=1)
-                rows = Rows(
-                    start, jnp.where(alive, width, 0), jnp.broadcast_to(alive[:, None], block.shape), every=True
-                )
+                real = jnp.broadcast_to(alive[:, None], block.shape)
+                rows = Rows(start, jnp.where(alive, width, 0), real, every=True, clean=True)
                 x, after, _ = network(block, cache, rows, plan, state=state)
                 behind = network.logits(x)  # [batch, width, local vocab]
 
@@ -214,7 +213,8 @@ def write_program(
                 left = jnp.where(alive & (until_end > count), left - count, 0)
                 return (cache, logits, used, left, draft), written
 
-            carry = (cache, logits, used, left, draft)
+            draft = dataclasses.replace(draft, cache=cleaned(draft.cache))
+            carry = (cleaned(cache), logits, used, left, draft)
             (cache, logits, used, _, draft), written = lax.scan(one_round, carry, None, length=rounds)
             # [rounds, width, ...] -> [rounds * width, ...]
             written = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), written)

@@ -125,15 +125,21 @@ def _attend(qkv, k, v, counts: list[jax.Array], splits: int, params: dict) -> tu
         def start_of(tile):
             return jnp.minimum(tile * TILE, slots - TILE)
 
-        def fetch(i):
-            """Ask for the keys and values of the block's tile number i."""
-            stage = lax.rem(i, jnp.int32(STAGES))
-            span = pl.ds(start_of(first + i), TILE)
-            plgpu.copy_gmem_to_smem(k_ref.at[row, span, head], k_smem.at[stage], k_arrived.at[stage])
-            plgpu.copy_gmem_to_smem(v_ref.at[row, span, head], v_smem.at[stage], v_arrived.at[stage])
+        keys, values = (k_ref, k_smem, k_arrived), (v_ref, v_smem, v_arrived)
+
+        def fetch(what, i):
+            """Ask for the keys or values of the block's tile number i, if there is one."""
+            ref, smem, arrived = what
+
+            @pl.when(i < count)
+            def _():
+                stage = lax.rem(jnp.int32(i), jnp.int32(STAGES))
+                span = pl.ds(start_of(first + i), TILE)
+                plgpu.copy_gmem_to_smem(ref.at[row, span, head], smem.at[stage], arrived.at[stage])
 
         for i in range(STAGES):
-            pl.when(i < count)(lambda i=i: fetch(jnp.int32(i)))
+            fetch(keys, i)
+            fetch(values, i)
 
         @pl.when((count > 0) | owns_new)
         def _():
@@ -167,6 +173,7 @@ def _attend(qkv, k, v, counts: list[jax.Array], splits: int, params: dict) -> tu
 
                 plgpu.barrier_wait(k_arrived.at[stage])
                 score = product(q_smem, k_smem.at[stage].transpose((1, 0)), TILE) * jnp.float32(scale)
+                fetch(keys, i + STAGES)
                 slot = plgpu.broadcasted_iota(jnp.int32, (QUERIES, TILE), 1, layout=MATRIX)
                 score = jnp.where((slot >= low) & (slot < high), score, jnp.float32(NOTHING))
                 before, largest = largest, jnp.maximum(largest, jnp.max(score, axis=1))
@@ -178,13 +185,13 @@ def _attend(qkv, k, v, counts: list[jax.Array], splits: int, params: dict) -> tu
 
                 @pl.when(high < TILE)
                 def _():
-                    values = load(v_smem.at[stage], layout=MATRIX)
+                    tile = load(v_smem.at[stage], layout=MATRIX)
                     slot = plgpu.broadcasted_iota(jnp.int32, (TILE, d), 0, layout=MATRIX)
-                    store(v_smem.at[stage], jnp.where(slot < high, values, jnp.zeros((), dtype)), optimized=True)
+                    store(v_smem.at[stage], jnp.where(slot < high, tile, jnp.zeros((), dtype)), optimized=True)
 
                 plgpu.commit_smem()
                 acc = acc * along(shrink, (QUERIES, d), 0) + product(p_smem, v_smem.at[stage], d)
-                pl.when(i + STAGES < count)(lambda: fetch(i + STAGES))
+                fetch(values, i + STAGES)
                 return acc, largest, total
 
             acc, largest, total = lax.fori_loop(0, count, one_tile, (acc, largest, total))
