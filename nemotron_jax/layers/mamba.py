@@ -1,9 +1,8 @@
 """Mamba-2 block ("M"): causal convolution, selective state space with scalar decay per head, gated grouped RMSNorm.
 
-Letters (glossary in model.py): b batch, t tokens, c chunks, l and s positions in a chunk, m heads, p head_dim, g
-groups,
-r heads of a group, e state size. State of a head: S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T, output y_t = S_t C_t +
-D x_t.
+Letters (glossary in model.py): b batch, t tokens, m heads, p head_dim, g groups, r heads of a group, e state size.
+State of a head: S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T, output y_t = S_t C_t + D x_t. Many tokens go through
+pallas_kernels/chunk_scan.
 """
 
 import jax
@@ -15,10 +14,9 @@ from jaxtyping import Array, Float
 from nemotron_jax.cache import MambaCache, Rows
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import project, weight
-from nemotron_jax.sharding import Axis, Layout, Section, cut_rows, rank, row_parallel_bias, sum_over, vary_like
+from nemotron_jax.sharding import Axis, Layout, Section, cut_rows, rank, row_parallel_bias, sum_over
 from pallas_kernels import mamba_step
-
-HIGHEST = lax.Precision.HIGHEST
+from pallas_kernels.chunk_scan import chunk_scan
 
 
 class Mamba(nnx.Module):
@@ -93,19 +91,19 @@ class Mamba(nnx.Module):
             xbc, conv = causal_conv(
                 xbc, self.conv[...], None if self.conv_bias is None else self.conv_bias[...], window, rows
             )
-        x, b_in, c_in = jnp.split(xbc, (inner, inner + g * e), axis=-1)
-        x, b_in, c_in = x.reshape(b, t, g, m // g, p), b_in.reshape(b, t, g, e), c_in.reshape(b, t, g, e)
-        dt = self.time_step(dt, rows).reshape(b, t, g, m // g)
-        a = -jnp.exp(self.A_log[...]).reshape(g, m // g)
-        d = self.D[...].reshape(g, m // g)
-        state = None if cache is None else cache.ssm.reshape(b, g, m // g, p, e)
+        dt = self.time_step(dt, rows)
+        a, d = -jnp.exp(self.A_log[...]), self.D[...]
+        state = None if cache is None else cache.ssm
         with jax.named_scope("ssm"):
-            if rows.every:
-                y, state = every_step(x, dt, a, b_in, c_in, d, state)
-            elif t == 1:
-                y, state = step(x, dt, a, b_in, c_in, d, state)
+            if t != 1 and not rows.every:
+                y, state = chunk_scan(xbc, dt, a, d, state, groups=g, head_dim=p, chunk=self.chunk_size)
             else:
-                y, state = chunk_scan(x, dt, a, b_in, c_in, d, state, min(self.chunk_size, max(t, 1)))
+                x, b_in, c_in = jnp.split(xbc, (inner, inner + g * e), axis=-1)
+                x, b_in, c_in = x.reshape(b, t, g, m // g, p), b_in.reshape(b, t, g, e), c_in.reshape(b, t, g, e)
+                dt, a, d = dt.reshape(b, t, g, m // g), a.reshape(g, m // g), d.reshape(g, m // g)
+                state = None if state is None else state.reshape(b, g, m // g, p, e)
+                one_by_one = every_step if rows.every else step
+                y, state = one_by_one(x, dt, a, b_in, c_in, d, state)
         with jax.named_scope("gated_norm"):
             y = self.gated_norm(y.reshape(b, t, inner), z).astype(u.dtype)
         dtype = jnp.float32 if cache is None else cache.ssm.dtype
@@ -238,56 +236,3 @@ def every_step(x, dt, a, b_in, c_in, d, state):
         found.append(y)
         states.append(state)
     return jnp.concatenate(found, axis=1), jnp.stack(states, axis=1)
-
-
-def chunk_scan(x, dt, a, b_in, c_in, d, state, chunk: int):
-    """Any number of tokens from any state: quadratic inside chunks, a recurrence over the chunks' states; in float32.
-
-    Args:
-      x: [b, t, g, r, p]; dt: [b, t, g, r] float32, 0 at pads; a, d: [g, r]; b_in, c_in: [b, t, g, e].
-      state: [b, g, r, p, e] or None (zeros).
-      chunk: positions per chunk; t is padded to a multiple with dt = 0.
-
-    Returns:
-      (y [b, t, g, r, p] float32, state after the last token, float32).
-    """
-    batch, t, g, r, p = x.shape
-    e = b_in.shape[-1]
-    pad = -t % chunk
-
-    def chunks(v):
-        v = jnp.pad(v.astype(jnp.float32), ((0, 0), (0, pad)) + ((0, 0),) * (v.ndim - 2))
-        return v.reshape(batch, (t + pad) // chunk, chunk, *v.shape[2:])
-
-    x, dt, b_in, c_in = chunks(x), chunks(dt), chunks(b_in), chunks(c_in)
-    decay = jnp.cumsum(dt * a, axis=2)  # [b, c, l, g, r], log of the decay since the chunk's start
-    last = decay[:, :, -1:]
-
-    # within a chunk: token l sees token s <= l through exp(decay_l - decay_s) dt_s C_l.B_s; masked before the
-    # exponential
-    cb = jnp.einsum("bclge,bcsge->bcgls", c_in, b_in, precision=HIGHEST)
-    moved = jnp.moveaxis(decay, 2, -1)  # [b, c, g, r, l]
-    difference = moved[..., :, None] - moved[..., None, :]
-    seen = jnp.tril(jnp.ones((chunk, chunk), bool))
-    weights = jnp.exp(jnp.where(seen, difference, -jnp.inf)) * cb[:, :, :, None] * jnp.moveaxis(dt, 2, -1)[..., None, :]
-    y = jnp.einsum("bcgrls,bcsgrp->bclgrp", weights, x, precision=HIGHEST)
-
-    # what each chunk adds to the state, and the state each chunk starts from
-    scaled = x * (dt * jnp.exp(last - decay))[..., None]
-    added = jnp.einsum("bclgrp,bclge->bcgrpe", scaled, b_in, precision=HIGHEST)
-    kept = jnp.exp(last[:, :, 0])  # [b, c, g, r]
-    first = (
-        vary_like(jnp.zeros((batch, g, r, p, e), jnp.float32), added) if state is None else state.astype(jnp.float32)
-    )
-
-    def over_chunks(s, chunk_of):
-        add, keep = chunk_of
-        return s * keep[..., None, None] + add, s
-
-    state, before = lax.scan(
-        over_chunks, vary_like(first, added, kept), (jnp.moveaxis(added, 1, 0), jnp.moveaxis(kept, 1, 0))
-    )
-    before = jnp.moveaxis(before, 0, 1)  # [b, c, g, r, p, e]
-    y = y + jnp.einsum("bclge,bcgrpe->bclgrp", c_in, before, precision=HIGHEST) * jnp.exp(decay)[..., None]
-    y = y + d[..., None] * x
-    return y.reshape(batch, t + pad, g, r, p)[:, :t], state

@@ -1,0 +1,111 @@
+"""Public entry: many tokens of a Mamba-2 block from the convolution's output to the gate's input."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import selection
+from pallas_kernels.chunk_scan import reference, xla
+from pallas_kernels.errors import Unsupported
+
+IMPLEMENTATIONS = ("reference", "xla")
+# Weights inside chunks that exist at a time: 8,192 tokens of 128 heads in chunks of 128. It bounds the memory of long
+# prompts, and keeps every array below 2^31 elements.
+MOST_WEIGHTS = 1 << 27
+
+
+def chunk_scan(
+    xbc: Float[Array, "batch tokens channels"],
+    dt: Float[Array, "batch tokens heads"],
+    a: Float[Array, " heads"],
+    d: Float[Array, " heads"],
+    state: Float[Array, "batch heads head_dim state"] | None = None,
+    *,
+    groups: int,
+    head_dim: int,
+    chunk: int,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "batch tokens inner"], Float[Array, "batch heads head_dim state"]]:
+    """Tokens of each row through the state space of a Mamba-2 block, from any state.
+
+    S_t = exp(dt_t a) S_{t-1} + dt_t x_t B_t^T and y_t = S_t C_t + d x_t, for each head.
+
+    Args:
+        xbc: [batch, tokens, heads * head_dim + 2 * groups * state]: x, then B, then C.
+        dt: [batch, tokens, heads] float32 step sizes; with 0 a token leaves the state as it is.
+        a: [heads] float32, negative.
+        d: [heads] float32.
+        state: [batch, heads, head_dim, state]; None: zeros.
+        groups: of B and C; head i reads group i // (heads // groups).
+        head_dim: channels of a head.
+        chunk: tokens of a chunk. It changes rounding only.
+        implementation: "reference" (float32 throughout) or "xla" (bfloat16 only; xla.py says what is rounded); None:
+            "xla" for bfloat16, else "reference".
+
+    Returns:
+        (y [batch, tokens, heads * head_dim] float32, state behind the last token, float32).
+
+    Raises:
+        ValueError: shapes do not fit each other; all faults are listed.
+        Unsupported: the implementation asked for cannot serve this call.
+    """
+    batch, t, channels = xbc.shape
+    heads = dt.shape[-1]
+    inner = heads * head_dim
+    size = (channels - inner) // (2 * groups)
+    faults = []
+    if size < 1 or inner + 2 * groups * size != channels or heads % groups:
+        faults.append(f"{channels} channels are not {heads} heads of {head_dim} and B and C of {groups} groups")
+    expected = {
+        "dt": (dt, (batch, t, heads)),
+        "a": (a, (heads,)),
+        "d": (d, (heads,)),
+        "state": (state, (batch, heads, head_dim, size)),
+    }
+    faults += [
+        f"{name} has shape {value.shape}; accepted: {shape}"
+        for name, (value, shape) in expected.items()
+        if value is not None and value.shape != shape
+    ]
+    if chunk < 1:
+        faults.append(f"chunk is {chunk}; accepted: 1 or more")
+    if implementation not in (None, *IMPLEMENTATIONS):
+        faults.append(f"implementation is {implementation!r}; accepted: {', '.join(IMPLEMENTATIONS)}, None")
+    if faults:
+        raise ValueError("chunk_scan: " + "; ".join(faults))
+    if implementation is None:
+        implementation = "xla" if xbc.dtype == jnp.bfloat16 else "reference"
+    elif implementation == "xla" and xbc.dtype != jnp.bfloat16:
+        raise Unsupported(f"chunk_scan: the fast form serves bfloat16; xbc is {xbc.dtype}")
+    if state is None:
+        state = jnp.zeros((batch, heads, head_dim, size), jnp.float32)
+    axes = frozenset().union(*(selection.varying(v) for v in (xbc, dt, a, d, state)))
+    operands = [selection.vary(v, axes) for v in (xbc, dt, a, d, state)]
+    return _run(implementation, groups, max(1, min(chunk, t)), *operands)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(implementation, groups, chunk, xbc, dt, a, d, state):
+    # A jitted function of its own: the layers of a model share one trace and one lowering.
+    form = {"reference": reference.chunk_scan, "xla": xla.chunk_scan}[implementation]
+    form = functools.partial(form, groups=groups, chunk=chunk)
+    batch, t, heads = dt.shape
+    chunks = math.ceil(t / chunk)
+    pieces = math.ceil(chunks / max(1, MOST_WEIGHTS // max(1, batch * heads * chunk * chunk)))
+    if pieces <= 1:
+        return form(xbc, dt, a, d, state)
+    size = math.ceil(chunks / pieces) * chunk
+    pieces = math.ceil(t / size)
+    xbc, dt = (jnp.pad(v, ((0, 0), (0, pieces * size - t), (0, 0))) for v in (xbc, dt))
+
+    def piece(state, i):
+        mine = (lax.dynamic_slice_in_dim(v, i * size, size, axis=1) for v in (xbc, dt))
+        y, state = form(*mine, a, d, state)
+        return state, y
+
+    state, y = lax.scan(piece, state.astype(jnp.float32), jnp.arange(pieces))
+    return jnp.moveaxis(y, 0, 1).reshape(batch, pieces * size, -1)[:, :t], state
