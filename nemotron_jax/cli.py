@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from nemotron_jax import processes
+from nemotron_jax import interrupts, processes
 
 COMMANDS = {
     "generate": "text from prompts",
@@ -84,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return DONE
     except KeyboardInterrupt as error:
-        return _ended(error, 130, "nemotron-jax: interrupted")
+        if processes.active():
+            processes.fail(error, 130, "interrupted")
+        return interrupts.said()
     except BaseException as error:
         if not processes.active():
             raise
@@ -227,7 +229,3 @@ def device_names(mesh) -> list[str]:
 
 def print_json(result: dict) -> None:
     print(json.dumps(result, ensure_ascii=False))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,8 +15,6 @@ import json
 import logging
 import os
 import re
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +25,8 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, NoReturn
 
 import jax
+
+from nemotron_jax import interrupts
 
 logger = logging.getLogger("nemotron_jax")
 
@@ -176,7 +176,7 @@ def join(how: Settings | None) -> None:
     undertaker = _Undertaker(state.process_id, state.coordinator_address) if state.process_id else None
     _quiet_output(state.process_id)
     _watch = _Watch(state.client, state.process_id, state.num_processes, how, undertaker)
-    sys.excepthook = lambda kind, error, trace: fail(error, 1, "".join(traceback.format_exception(error)))
+    sys.excepthook = _uncaught
     atexit.register(leave)
     agree("versions", _versions())
 
@@ -223,6 +223,12 @@ def index() -> int:
 def first() -> bool:
     """Whether this is the process that prints and writes files."""
     return index() == 0
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if isinstance(error, KeyboardInterrupt):
+        fail(error, 130, "interrupted")
+    fail(error, 1, "".join(traceback.format_exception(error)))
 
 
 def _quiet_output(process: int) -> None:
@@ -389,8 +395,8 @@ if not said:
 class _Watch:
     """The watchdog of this process.
 
-    One thread talks to the store (its calls hang where process 0 has stopped), another one judges, and hears signals
-    that the main thread cannot take while it waits in a collective.
+    One thread talks to the store (its calls hang where process 0 has stopped), another one judges. Signals that the
+    main thread cannot take, because it waits in a collective, come from the thread of interrupts.py.
     """
 
     def __init__(self, client: Any, index: int, count: int, how: Settings, undertaker: _Undertaker | None):
@@ -407,7 +413,7 @@ class _Watch:
         self._finished: set[int] = set()
         self._ends: dict[int, str] = {}  # what processes said when they ended, as JSON
         self.put(f"{PREFIX}who/{index}", f"process {index} (host {socket.gethostname()}, pid {os.getpid()})")
-        self._asked, self._signals = 0, self._hear_signals()
+        interrupts.hand_over(lambda number: self.end(f"{self.names[index]} was asked to end", 128 + number))
         self._threads = [
             threading.Thread(target=run, name=f"nemotron-jax-{run.__name__}", daemon=True)
             for run in (self._talk, self._judge)
@@ -469,15 +475,11 @@ class _Watch:
 
     # --------------------------------------------------------------------------------- judging
     def _judge(self) -> None:
-        last, silent, heard, asked = time.monotonic(), 0.0, 0.0, 0.0
-        while not self._stop.is_set():
-            got = self._signal(TICK / 4)
+        last, silent, heard = time.monotonic(), 0.0, 0.0
+        while not self._stop.wait(TICK / 4):
             now = time.monotonic()
             seconds, last = min(now - last, TICK), now
             silent = 0.0 if self._replied > now - 2 * TICK else silent + seconds
-            asked = asked or (now if got else 0.0)
-            if asked and now - asked > PARTING:  # the main thread did not take it: it waits for the others
-                self.end(f"{self.names[self.index]} was asked to end", 128 + self._asked)
             if silent > self.limit:
                 self._exit(f"{self.names[0]} is lost: it has not answered for {silent:.0f} s", LOST)
             ends = {i: json.loads(v) for i, v in self._ends.items() if i != self.index}
@@ -571,30 +573,6 @@ class _Watch:
         self._stop.set()
         for thread in self._threads:
             thread.join(PARTING)
+        interrupts.take_back()
         if self.undertaker:
             self.undertaker.dismiss()
-
-    # --------------------------------------------------------------------------------- signals
-    def _hear_signals(self) -> int | None:
-        """SIGINT and SIGTERM reach the main thread as exceptions, and this descriptor at once."""
-        if threading.current_thread() is not threading.main_thread():
-            return None
-
-        def terminate(number, frame):
-            raise SystemExit(128 + number)
-
-        signal.signal(signal.SIGTERM, terminate)
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        return reading
-
-    def _signal(self, seconds: float) -> bool:
-        if self._signals is None:
-            time.sleep(seconds)
-            return False
-        if not select.select([self._signals], [], [], seconds)[0]:
-            return False
-        numbers = [n for n in os.read(self._signals, 64) if n in (signal.SIGINT, signal.SIGTERM)]
-        self._asked = numbers[0] if numbers else self._asked
-        return bool(numbers)
