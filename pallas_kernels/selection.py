@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import jax
 
-NAMES = ("mamba_step", "rms_norm", "grouped_matmul", "decode_attention")
+NAMES = ("mamba_step", "rms_norm", "grouped_matmul", "decode_attention", "chunk_scan")
 AUTO = ("mamba_step", "rms_norm")  # those that were measured to pay
 VARIABLE = "PALLAS_KERNELS"
 # "auto" once the kernels that ship have passed tests/gpu/decode_kernel_checks.py: they were rewritten after its last

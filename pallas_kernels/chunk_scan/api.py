@@ -1,6 +1,7 @@
 """Public entry: many tokens of a Mamba-2 block from the convolution's output to the gate's input."""
 
 import functools
+import logging
 import math
 
 import jax
@@ -9,13 +10,47 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import selection
-from pallas_kernels.chunk_scan import reference, xla
+from pallas_kernels.chunk_scan import reference, typed, xla
 from pallas_kernels.errors import Unsupported
 
-IMPLEMENTATIONS = ("reference", "xla")
+logger = logging.getLogger(__name__)
+
+IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
 # Weights inside chunks that exist at a time: 8,192 tokens of 128 heads in chunks of 128. It bounds the memory of long
 # prompts, and keeps every array below 2^31 elements.
 MOST_WEIGHTS = 1 << 27
+
+
+def supported(*, heads: int, head_dim: int, state_size: int, groups: int, dtype: jax.typing.DTypeLike) -> str | None:
+    """Why the kernel cannot serve these shapes, or None. The device is another question: `selection.fault`."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"needs bfloat16; activations are {jnp.dtype(dtype)}"
+    if head_dim not in (64, 80):
+        return f"needs head_dim 64 or 80; it is {head_dim}"
+    if state_size not in (64, 128) and (state_size, head_dim) != (256, 64):
+        return f"needs a state size of 64 or 128, or of 256 with head_dim 64; it is {state_size}"
+    if heads % groups:
+        return f"needs groups of equal size; {heads} heads are in {groups} groups"
+    return None
+
+
+def declined(
+    *, batch: int, tokens: int, heads: int, head_dim: int, state_size: int, groups: int, dtype: jax.typing.DTypeLike
+) -> str | None:
+    """Why a call without `implementation` uses plain JAX in the program that is being traced, or None: the kernel."""
+    reason = supported(heads=heads, head_dim=head_dim, state_size=state_size, groups=groups, dtype=dtype)
+    if reason is None and batch * tokens == 0:
+        reason = "there is no token"
+    reason = reason or selection.fault("chunk_scan")
+    _report((batch, tokens, heads, head_dim, state_size), reason)
+    return reason
+
+
+@functools.cache
+def _report(shape: tuple[int, ...], reason: str | None) -> None:
+    """Say once per shape what runs."""
+    name = "mosaic_gpu" if reason is None else f"plain JAX: {reason}"
+    logger.info("chunk_scan, %d x %d tokens, %d heads of %d, state %d: %s", *shape, name)
 
 
 def chunk_scan(
@@ -42,9 +77,10 @@ def chunk_scan(
         state: [batch, heads, head_dim, state]; None: zeros.
         groups: of B and C; head i reads group i // (heads // groups).
         head_dim: channels of a head.
-        chunk: tokens of a chunk. It changes rounding only.
-        implementation: "reference" (float32 throughout) or "xla" (bfloat16 only; xla.py says what is rounded); None:
-            "xla" for bfloat16, else "reference".
+        chunk: tokens of a chunk. It changes rounding only; the kernel has its own.
+        implementation: "reference" (float32 throughout), "xla" (bfloat16 only; xla.py says what is rounded) or
+            "mosaic_gpu" (likewise); None: the kernel where it is allowed and can run, else "xla" for bfloat16 and
+            "reference" for other dtypes.
 
     Returns:
         (y [batch, tokens, heads * head_dim] float32, state behind the last token, float32).
@@ -77,10 +113,16 @@ def chunk_scan(
         faults.append(f"implementation is {implementation!r}; accepted: {', '.join(IMPLEMENTATIONS)}, None")
     if faults:
         raise ValueError("chunk_scan: " + "; ".join(faults))
+    shape = dict(heads=heads, head_dim=head_dim, state_size=size, groups=groups, dtype=xbc.dtype)
     if implementation is None:
-        implementation = "xla" if xbc.dtype == jnp.bfloat16 else "reference"
+        if declined(batch=batch, tokens=t, **shape) is None:
+            implementation = "mosaic_gpu"
+        else:
+            implementation = "xla" if xbc.dtype == jnp.bfloat16 else "reference"
     elif implementation == "xla" and xbc.dtype != jnp.bfloat16:
         raise Unsupported(f"chunk_scan: the fast form serves bfloat16; xbc is {xbc.dtype}")
+    elif implementation == "mosaic_gpu" and (reason := supported(**shape)) is not None:
+        raise Unsupported(f"chunk_scan: the kernel {reason}")
     if state is None:
         state = jnp.zeros((batch, heads, head_dim, size), jnp.float32)
     axes = frozenset().union(*(selection.varying(v) for v in (xbc, dt, a, d, state)))
@@ -91,9 +133,11 @@ def chunk_scan(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(implementation, groups, chunk, xbc, dt, a, d, state):
     # A jitted function of its own: the layers of a model share one trace and one lowering.
-    form = {"reference": reference.chunk_scan, "xla": xla.chunk_scan}[implementation]
-    form = functools.partial(form, groups=groups, chunk=chunk)
     batch, t, heads = dt.shape
+    if implementation == "mosaic_gpu" and batch * t > 0:
+        return typed.chunk_scan(xbc, dt, a, d, state, groups=groups)
+    plain = reference if implementation == "reference" else xla
+    form = functools.partial(plain.chunk_scan, groups=groups, chunk=chunk)
     chunks = math.ceil(t / chunk)
     pieces = math.ceil(chunks / max(1, MOST_WEIGHTS // max(1, batch * heads * chunk * chunk)))
     if pieces <= 1:

@@ -10,27 +10,34 @@ to look for:
   device go while a peer still reads from it then produces NaN;
 * a deadlock is an error after a minute instead of a hang.
 
+It also lacks two forms of matrix products (wgmma): the left operand in registers, and an accumulator that starts from a
+value (`pl.run_state` of `plgpu.ACC.init`). Products are computed at once, so a missing wait is not seen.
+
 Inline code (plgpu.inline_mgpu) is skipped by the interpreter. Kernels run under `shard_map(check_vma=False)` only.
 """
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 import textwrap
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import callback
+from jax._src import core as jax_core
 from jax._src.pallas import core as pallas_core
 from jax._src.pallas import primitives as pallas_primitives
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+from jax._src.state import discharge
 
 FIRST_OPERAND = 100  # the interpreter's number of the buffer of a kernel's first operand
 DEADLOCK_SECONDS = 60
@@ -154,6 +161,76 @@ def _interpret_wait(self, equation, token, values):
     return token, []
 
 
+@gpu_callbacks.fail_on_exception
+def _multiply_registers(*, token, mesh_location, thread, acc, a, b, b_transforms, source_info):
+    """acc += a @ b with a value on the left, as `gpu_callbacks.wgmma` does it with references."""
+    memory = gpu_callbacks._get_shared_memory()
+    logging = jaxpr_interpret.memory.GPULoggingInfo(mesh_location, thread, source_info)
+    acc, b = (gpu_callbacks.HostAllocationKey.from_array(key) for key in (acc, b))
+    b_transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(b_transforms))
+    right, _, _ = memory.get_buffer_content(b, memory.access(b, b_transforms), thread, logging_info=logging)
+    whole = memory.access(acc, ())
+    value, _, _ = memory.get_buffer_content(acc, whole, thread, logging_info=logging)
+    value = value + np.matmul(np.asarray(a), right, dtype=value.dtype)
+    memory.store_buffer_content(acc, whole, value, thread, logging_info=logging)
+    return token
+
+
+def _interpret_product(self, equation, token, values):
+    if isinstance(equation.invars[1].aval, jax_core.ShapedArray):
+        acc, a, b, *leaves = values()
+        assert not equation.params["acc_transforms_tree"] and not equation.params["a_transforms_tree"]
+        token = callback.io_callback(
+            functools.partial(_multiply_registers, source_info=equation.source_info),
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token=token,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            acc=acc,
+            a=a,
+            b=b,
+            b_transforms=jax.tree.unflatten(equation.params["b_transforms_tree"], leaves),
+        )
+        return token, []
+    return self._interpret_wgmma_ref_p(equation, token, values)
+
+
+def _interpret_run_state(self, equation, token, values):
+    """Accumulators are run as scoped ones that start from 0; what they started from is added behind.
+
+    Values that the body closes over come as references that hold them: those are discharged.
+    """
+    values = values()
+    is_acc = [isinstance(v.aval, gpu_core.WGMMAAbstractAccumulatorRef) for v in equation.params["jaxpr"].invars]
+    held = [
+        isinstance(v.aval, jax_core.ShapedArray) and not acc for v, acc in zip(equation.outvars, is_acc, strict=True)
+    ]
+    jaxpr = discharge.discharge_state(equation.params["jaxpr"], should_discharge=held)
+    jaxpr, consts = getattr(jaxpr, "jaxpr", jaxpr), jaxpr.consts
+    accs = [v for v, acc in zip(jaxpr.invars, is_acc, strict=True) if acc]
+    others = [v for v, acc in zip(jaxpr.invars, is_acc, strict=True) if not acc]
+    sums = [jax_core.Var(v.aval.inner_aval) for v in accs]
+    reads = [
+        jax_core.new_jaxpr_eqn([v], [out], gpu_primitives.wgmma_accumulator_deref_p, dict(wait_n=0), set())
+        for v, out in zip(accs, sums, strict=True)
+    ]
+    body = types.SimpleNamespace(
+        constvars=[*jaxpr.constvars, *others], invars=accs, eqns=[*jaxpr.eqns, *reads], outvars=[*jaxpr.outvars, *sums]
+    )
+    scoped = types.SimpleNamespace(
+        primitive=pallas_primitives.run_scoped_p,
+        params=dict(jaxpr=body, collective_axes=(), ref_transforms=((),) * len(accs)),
+        source_info=equation.source_info,
+    )
+    rest = [*consts, *(value for value, acc in zip(values, is_acc, strict=True) if not acc)]
+    token, out = self._interpret_run_scoped_p(scoped, token, lambda: rest)
+    kept, added = iter(out[: sum(held)]), iter(out[sum(held) :])
+    results = []
+    for value, acc, changed in zip(values, is_acc, held, strict=True):
+        results.append(value + next(added) if acc else next(kept) if changed else value)
+    return token, results
+
+
 def _around_kernel(token, device):
     """Called once before and once after the kernel on each device."""
     memory = gpu_callbacks._get_shared_memory()
@@ -218,25 +295,28 @@ def _install():
 
 
 def _add_primitives():
-    """Two more cases in the `match` statement of the interpreter's main loop."""
+    """More cases in the `match` statement of the interpreter's main loop, in front of its own."""
     source = textwrap.dedent(inspect.getsource(jaxpr_interpret.JaxprInterpreter.interpret))
 
-    def cases(name):
-        modules = [("pallas_primitives", pallas_primitives), ("gpu_primitives", gpu_primitives)]
-        return " | ".join(f"{label}.{name}" for label, module in modules if hasattr(module, name))
+    modules = dict(pallas_primitives=pallas_primitives, gpu_primitives=gpu_primitives, discharge=discharge)
+    handlers = {
+        "semaphore_signal_p": _interpret_signal,
+        "semaphore_wait_p": _interpret_wait,
+        "wgmma_ref_p": _interpret_product,
+        "run_state_p": _interpret_run_state,
+    }
 
-    (indent,) = re.findall(r"^( *)case _:\n", source, re.M)
+    def cases(name):
+        return " | ".join(f"{label}.{name}" for label, module in modules.items() if hasattr(module, name))
+
+    (first,) = re.findall(r"^ *case lax.axis_index_p:\n", source, re.M)
+    indent = first[: first.index("case")]
     added = "".join(
-        f"{indent}case {cases(primitive)}:\n{indent}  token, out = {handler}(self, eqn, token, deferred_invals)\n"
-        for primitive, handler in (("semaphore_signal_p", "_on_signal"), ("semaphore_wait_p", "_on_wait"))
+        f"{indent}case {cases(name)}:\n{indent}  token, out = _on_{name}(self, eqn, token, deferred_invals)\n"
+        for name in handlers
     )
-    source = source.replace(f"{indent}case _:\n", added + f"{indent}case _:\n")
-    namespace = jaxpr_interpret.__dict__ | dict(
-        pallas_primitives=pallas_primitives,
-        gpu_primitives=gpu_primitives,
-        _on_signal=_interpret_signal,
-        _on_wait=_interpret_wait,
-    )
+    source = source.replace(first, added + first)
+    namespace = jaxpr_interpret.__dict__ | modules | {f"_on_{name}": handler for name, handler in handlers.items()}
     exec(compile(source, "<interpreter with semaphores>", "exec"), namespace)
     interpret = namespace["interpret"]
 

@@ -1,13 +1,19 @@
-"""Many tokens of a Mamba-2 block's state space: reference and fast form against float64, memory, choice and faults."""
+"""Many tokens of a Mamba-2 block's state space: reference and fast form against float64, their memory, the kernel in
+the interpreter and lowered for CUDA, the choice between them. On a GPU: tests/gpu/prefill_kernel_checks.py."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import Unsupported
-from pallas_kernels.chunk_scan import api, chunk_scan, shapes
+from nemotron_jax import NemotronH, NemotronHConfig, make_mesh, step, targets
+from pallas_kernels import Unsupported, selection
+from pallas_kernels.chunk_scan import api, chunk_scan, declined, mosaic_gpu, reference, shapes, supported
 from tests.pallas_kernels.chunk_scan_cases import error, float64, problem, types
+from tests.pallas_kernels.interpreter import interpreter, races_found
 
 # (heads, head_dim, state, groups), batch, tokens, chunk
 SIZES = [
@@ -110,3 +116,135 @@ def test_faults_at_once_and_refusals():
         chunk_scan(xbc, dt, a, d, groups=5, head_dim=15, chunk=8)
     with pytest.raises(Unsupported, match="xbc is float16"):
         chunk_scan(xbc, dt, a, d, groups=2, head_dim=16, chunk=8, implementation="xla")
+    with pytest.raises(Unsupported, match="the kernel needs bfloat16"):
+        chunk_scan(xbc, dt, a, d, groups=2, head_dim=16, chunk=8, implementation="mosaic_gpu")
+
+
+# ------------------------------------------------------------------------------------------------ the kernel
+INTERPRETED = [  # shape, batch, tokens, segments, whether races are looked for
+    ((2, 64, 128, 1), 2, 330, 3, False),
+    ((2, 80, 128, 1), 1, 150, 1, True),
+    ((1, 64, 256, 1), 1, 100, 1, False),
+    ((4, 64, 64, 2), 1, 5, 1, False),
+    pytest.param((1, 64, 128, 1), 1, 515, 2, True, marks=pytest.mark.full),
+    pytest.param((4, 64, 64, 2), 2, 400, 1, True, marks=pytest.mark.full),
+    pytest.param((3, 80, 64, 3), 1, 321, 4, True, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("shape, batch, tokens, segments, races", INTERPRETED)
+def test_kernel_in_the_interpreter(shape, batch, tokens, segments, races, count_case):
+    heads, p, e, groups = shape
+    operands = problem(3, shape, batch, tokens)
+    how = mosaic_gpu.cut(batch=batch, tokens=tokens, heads=heads, head_dim=p, state_size=e, groups=groups)
+    how = dataclasses.replace(how, segments=segments, chunks=-(-tokens // (segments * mosaic_gpu.CHUNK)))
+    with interpreter(detect_races=races) as interpret:
+        found = mosaic_gpu.chunk_scan(*operands, groups=groups, how=how, interpret=interpret)
+        found = [np.asarray(v) for v in found]
+        assert not (races and races_found())
+    wanted = reference.chunk_scan(*operands, groups=groups, chunk=mosaic_gpu.CHUNK)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape and error(a, b) <= BOUND["xla"]
+    count_case()
+
+
+def lowered(shape, batch, tokens):
+    @jax.jit
+    def call(*operands):
+        return chunk_scan(*operands, groups=shape[3], head_dim=shape[1], chunk=128, implementation="mosaic_gpu")
+
+    return call.trace(*types(shape, batch, tokens)).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    "name, batch, tokens", [(name, *((1, 8192), (3, 77))[i % 2]) for i, name in enumerate(shapes.SHAPES)]
+)
+def test_lowers_to_one_or_two_launches(name, batch, tokens, count_case):
+    heads, p, e, groups = shapes.SHAPES[name]
+    how = mosaic_gpu.cut(batch=batch, tokens=tokens, heads=heads, head_dim=p, state_size=e, groups=groups)
+    assert lowered(shapes.SHAPES[name], batch, tokens).count("mosaic_gpu_v2") == (2 if how.segments > 1 else 1)
+    count_case()
+
+
+def test_lowers_on_values_that_differ_over_a_mesh(count_case):
+    """Each device has a group of its own; check_vma=True refuses results of another type."""
+    shape = shapes.SHAPES["nemotron-h-8b, 8 ranks"]
+    xbc, dt, a, d, state = types(shape, 1, 100)
+    by_rank = [P(None, None, "tensor"), P(None, None, "tensor"), P("tensor"), P("tensor"), P(None, "tensor")]
+    call = jax.shard_map(
+        lambda *o: chunk_scan(*o, groups=1, head_dim=shape[1], chunk=128, implementation="mosaic_gpu"),
+        mesh=make_mesh(2),
+        in_specs=tuple(by_rank),
+        out_specs=(P(None, None, "tensor"), P(None, "tensor")),
+        check_vma=True,
+    )
+
+    def both(v, axis):
+        return jax.ShapeDtypeStruct(tuple(n * (1 + (i == axis)) for i, n in enumerate(v.shape)), v.dtype)
+
+    operands = [both(v, axis) for v, axis in zip((xbc, dt, a, d, state), (2, 2, 0, 0, 1), strict=True)]
+    text = jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu_v2" in text
+    count_case()
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 2048, 8192, 32768])
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_the_cut_covers_all_and_fits(name, tokens):
+    heads, p, e, groups = shapes.SHAPES[name]
+    how = mosaic_gpu.cut(batch=1, tokens=tokens, heads=heads, head_dim=p, state_size=e, groups=groups)
+    assert (how.segments - 1) * how.chunks * 64 < tokens <= how.segments * how.chunks * 64
+    assert p % how.width == 0 and (heads // groups * p) % (how.width * how.warpgroups) == 0
+    assert 2 * how.width % how.swizzle == 0
+    a_warpgroup = 64 * how.width * (4 + 2 * how.stages) + 2 * e * how.width + 512 * how.stages
+    assert how.warpgroups * a_warpgroup + how.stages * 4 * 64 * e <= mosaic_gpu.SHARED_BYTES
+    assert how.width * e <= 128 * 80  # registers of a thread that hold the state
+
+
+# ------------------------------------------------------------------------------------------------ the choice
+def test_what_shapes_the_kernel_serves():
+    good = dict(heads=128, head_dim=64, state_size=128, groups=8, dtype="bfloat16")
+    for name in shapes.SHAPES:
+        sizes = dict(zip(("heads", "head_dim", "state_size", "groups"), shapes.SHAPES[name], strict=True))
+        assert supported(**good | sizes) is None
+    for change, word in [
+        (dict(dtype="float32"), "bfloat16"),
+        (dict(head_dim=16), "head_dim"),
+        (dict(state_size=96), "state size"),
+        (dict(state_size=256, head_dim=80), "state size"),
+        (dict(heads=12), "equal size"),
+    ]:
+        assert word in supported(**good | change), change
+
+
+@pytest.mark.parametrize(
+    "kind, setting, tokens, reason",
+    [
+        ("NVIDIA H200", "chunk_scan", 9, None),
+        ("NVIDIA H200", "chunk_scan", 0, "no token"),
+        ("NVIDIA H200", "auto", 9, "switched off"),
+        ("NVIDIA A100", "chunk_scan", 9, "Hopper"),
+    ],
+)
+def test_the_choice(kind, setting, tokens, reason):
+    device = jax.sharding.AbstractDevice(kind, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
+    with selection.use(setting), jax.sharding.use_abstract_mesh(mesh):
+        found = declined(
+            batch=1, tokens=tokens, heads=128, head_dim=64, state_size=128, groups=8, dtype=jnp.dtype("bfloat16")
+        )
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("tensor, setting, kernels", [(1, "none", 0), (1, "chunk_scan", 1), (8, "chunk_scan", 1)])
+def test_a_models_prefill_for_absent_h200(tensor, setting, kernels, count_case):
+    target = targets.absent("h200", tensor, compile=False)
+    config = NemotronHConfig.preset("nemotron-h-8b")
+    config = dataclasses.replace(
+        config, hybrid_override_pattern="M-", block_configs=config.block_configs and config.block_configs[:2]
+    )
+    model = NemotronH(config, mesh=target.mesh(tensor), fusion="none")
+    with selection.use(setting):
+        text = step.lower_step(model, 1, 512, 1024, target).as_text()
+    assert ("mosaic_gpu_v2" in text) == bool(kernels)
+    count_case()
