@@ -1,0 +1,211 @@
+"""The chunk scan's kernel against its reference on one real GPU, and what the forms of it cost. A program:
+
+    python -m tests.gpu.prefill_kernel_checks --seconds 120 --out FILE
+
+Memory is filled with NaN before each call, inputs are new for each shape, each call is repeated on equal inputs to find
+results that move, and errors are also taken by heads and by spans of 64 tokens, where a fault of one block would drown
+in the whole. Shapes that failed are not timed. With --small it runs little shapes anywhere, without a GPU the kernel in
+the interpreter: that shows that the program works, and its times mean nothing.
+"""
+
+import argparse
+import faulthandler
+import functools
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.chunk_scan import chunk_scan, mosaic_gpu, shapes
+from tests.gpu.decode_kernel_checks import poison
+from tests.pallas_kernels.chunk_scan_cases import error, problem
+
+FORMS = ("reference", "xla", "mosaic_gpu")
+BOUND = 3e-3  # over a whole array; two roundings to bfloat16 in a row are 2.4e-3
+PART_BOUND = 1.2e-2  # over one head or one span
+SPAN = 64
+
+SMALL = {"small": (2, 64, 128, 1), "small, head_dim 80": (2, 80, 64, 2), "small, state 256": (1, 64, 256, 1)}
+
+
+def form(name: str, shape):
+    """The compiled function of `problem`'s operands."""
+    _, p, _, groups = shape
+    if name == "mosaic_gpu" and jax.default_backend() != "gpu":
+        return functools.partial(_interpreted, groups=groups)
+    return jax.jit(lambda *o: chunk_scan(*o, groups=groups, head_dim=p, chunk=128, implementation=name))
+
+
+def _interpreted(*operands, groups):
+    from tests.pallas_kernels.interpreter import interpreter
+
+    with interpreter() as interpret:
+        return jax.block_until_ready(mosaic_gpu.chunk_scan(*operands, groups=groups, interpret=interpret))
+
+
+def parts(y, state, heads):
+    """The arrays by head and by span of tokens, each with its parts along the first axis."""
+    batch, tokens, _ = y.shape
+    yield "y by head", np.moveaxis(y.reshape(batch, tokens, heads, -1), 2, 0)
+    yield "state by head", np.moveaxis(state, 1, 0)
+    spans = tokens // SPAN
+    yield "y by span", np.moveaxis(y[:, : spans * SPAN].reshape(batch, spans, SPAN, y.shape[-1]), 1, 0)
+    yield "y behind the last whole span", y[None, :, spans * SPAN :]
+
+
+def check(seed, name, shape, batch, tokens, repeats=3) -> dict:
+    """Errors of one form at one shape, relative to the reference.
+
+    Raises:
+        AssertionError: beyond the bounds, or a result that moves.
+    """
+    operands = problem(seed, shape, batch, tokens)
+    wanted = [np.asarray(v, np.float64) for v in form("reference", shape)(*operands)]
+    run, first = form(name, shape), None
+    for _ in range(repeats):
+        poison()
+        found = [np.asarray(v) for v in run(*operands)]
+        first = found if first is None else first
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(first, found, strict=True)), "the result moves"
+    assert first is not None
+    errors = {what: error(a, b) for what, a, b in zip(("y", "state"), first, wanted, strict=True)}
+    for what, off in errors.items():
+        assert off <= BOUND, f"{what} is off by {off:.1e}"
+    for (what, a), (_, b) in zip(parts(*first, shape[0]), parts(*wanted, shape[0]), strict=True):
+        if a.size:
+            worst = max(error(left, right) for left, right in zip(a, b, strict=True))
+            assert worst <= PART_BOUND, f"{what} is off by {worst:.1e}"
+            errors[what] = worst
+    return errors
+
+
+def time_form(name, shape, batch, tokens, loops, repeats=5) -> float:
+    """Microseconds of one call in a loop on the device, each call on what the one before has left."""
+    xbc, dt, a, d, state = problem(0, shape, batch, tokens)
+    call, heads = form(name, shape), shape[0]
+
+    def body(_, carry):
+        xbc, dt, state = carry
+        y, state = call(xbc, dt, a, d, state)
+        # The first token's values change with each call, so that nothing can be computed ahead of the loop.
+        xbc = lax.dynamic_update_slice(xbc, (1e-3 * y[:, -1:]).astype(xbc.dtype), (0, 0, 0))
+        dt = lax.dynamic_update_slice(dt, 1e-3 * jnp.abs(y[:, -1:, :heads]), (0, 0, 0))
+        return xbc, dt, state
+
+    def seconds(n):
+        if isinstance(call, functools.partial):  # interpreted
+
+            def run(carry):
+                for i in range(n):
+                    carry = body(i, carry)
+                return carry
+        else:
+            run = jax.jit(lambda c: lax.fori_loop(0, n, body, c), donate_argnums=0)
+        carry = jax.tree.map(jnp.copy, (xbc, dt, state))
+        for _ in range(2):
+            carry = jax.block_until_ready(run(carry))
+        found = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            carry = jax.block_until_ready(run(carry))
+            found.append(time.perf_counter() - begin)
+        assert bool(jnp.isfinite(carry[2]).all()), "the loop left numbers that are none"
+        return statistics.median(found)
+
+    return (seconds(loops[1]) - seconds(loops[0])) / (loops[1] - loops[0]) * 1e6
+
+
+def floor_us(shape, batch, tokens) -> float:
+    """An H200's time to read x, B, C and dt and to write y, once, at 4.8 TB/s."""
+    heads, p, e, groups = shape
+    return batch * tokens * (2 * (heads * p + 2 * groups * e) + 4 * heads + 4 * heads * p) / 4.8e6
+
+
+def cases(small: bool):
+    """(name, shape, batch, tokens), from the cheapest to the dearest."""
+    if small:
+        yield from ((name, shape, 1, tokens) for name, shape in SMALL.items() for tokens in (5, 150))
+        return
+    for batch, tokens in ((1, 2), (1, 64), (3, 77), (1, 1000), (2, 2048), (1, 8191), (1, 8192)):
+        for name, shape in shapes.SHAPES.items():
+            yield name, shape, batch, tokens
+    yield "nemotron-h-8b", shapes.SHAPES["nemotron-h-8b"], 1, 32768
+
+
+def timed(small: bool):
+    if small:
+        yield "small", SMALL["small"], 1, 150
+        return
+    every = shapes.SHAPES
+    for tokens in (8192, 2048, 512, 32768):
+        yield "nemotron-h-8b", every["nemotron-h-8b"], 1, tokens
+    for name in ("nemotron-h-8b, 8 ranks", "nemotron-nano-9b-v2", "nemotron-3-nano-30b-a3b", "nemotron-h-56b"):
+        yield name, every[name], 1, 8192
+    yield "nemotron-h-8b", every["nemotron-h-8b"], 8, 2048
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=120, help="no new shape is begun behind them")
+    parser.add_argument("--out", help="a JSON file, written after each row")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
+    begin, rows, failed = time.monotonic(), [], set()
+    head = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "small": args.small}
+
+    def late(share):
+        return time.monotonic() - begin > share * args.seconds
+
+    def say(row):
+        rows.append(row)
+        print(f"{time.monotonic() - begin:6.1f}s {row}", flush=True)
+        if args.out:
+            with open(args.out, "w") as f:
+                json.dump(head | {"failed": sorted(failed), "rows": rows}, f, indent=1)
+
+    # Half of the time is for timings, whatever the checks take.
+    for seed, (name, shape, batch, tokens) in enumerate(cases(args.small)):
+        if late(0.5):
+            say({"left out": f"checks from {name}, {batch} x {tokens} on"})
+            break
+        for which in ("xla", "mosaic_gpu"):
+            try:
+                found = check(seed, which, shape, batch, tokens)
+            except Exception as e:
+                failed.add(f"{which} of {name}")
+                found = f"FAILED {type(e).__name__} {str(e)[:200]}"
+            say({"check": which, "shape": name, "batch": batch, "tokens": tokens, "error": found})
+    table = []
+    for name, shape, batch, tokens in timed(args.small):
+        if late(1):
+            say({"left out": f"timings from {name}, {batch} x {tokens} on"})
+            break
+        us = {}
+        for which in FORMS:
+            if f"{which} of {name}" in failed:
+                us[which] = "failed"
+                continue
+            try:
+                loops = (1, 2) if args.small else (2, 10) if which == "reference" else (4, 24)
+                us[which] = round(time_form(which, shape, batch, tokens, loops, 2 if args.small else 5), 1)
+            except Exception as e:
+                failed.add(f"{which} of {name}")
+                us[which] = f"FAILED {type(e).__name__} {str(e)[:100]}"
+        row = {"time": name, "batch": batch, "tokens": tokens, "us": us, "floor_us": floor_us(shape, batch, tokens)}
+        table.append(row)
+        say(row)
+    print(f"\n| shape | batch x tokens | {' us | '.join(FORMS)} us | floor us |\n|{'---|' * (3 + len(FORMS))}")
+    for row in table:
+        cells = " | ".join(str(row["us"][which]) for which in FORMS)
+        print(f"| {row['time']} | {row['batch']} x {row['tokens']} | {cells} | {row['floor_us']:.0f} |")
+    print(f"FAILED: {'; '.join(sorted(failed))}" if failed else "all right")
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
