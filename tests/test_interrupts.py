@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.signals import sigint
 from tests.test_processes import ENDLESS, ROOT, environment
 
 LINE = "nemotron-jax: interrupted\n"
@@ -94,14 +95,10 @@ def command():
 
 def run(code: str) -> subprocess.CompletedProcess:
     code = START + code + "sys.exit(interrupts.run(command))"
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=20, preexec_fn=heard
-    )
-
-
-def heard() -> None:
-    """pytest's workers may ignore Ctrl-C, and what they start would too."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with sigint():
+        return subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=20
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,11 +123,9 @@ def test_other_ends_are_left_alone():
     assert run("def command(): return 3\n").returncode == 3
     failed = run("def command(): raise ValueError('mine')\n")
     assert failed.returncode == 1 and "ValueError: mine" in failed.stderr
-    ignored = subprocess.run(
-        [sys.executable, "-c", START + "def command(): press(); return 4\n" + "sys.exit(interrupts.run(command))"],
-        env=environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    )
+    code = START + "def command(): press(); return 4\n" + "sys.exit(interrupts.run(command))"
+    with sigint(signal.SIG_IGN):
+        ignored = subprocess.run([sys.executable, "-c", code], env=environment())
     assert ignored.returncode == 4
 
 
@@ -146,14 +141,14 @@ def entry(how: str) -> list[str]:
 
 def interrupted(how: str, arguments: tuple, seconds: float) -> tuple[int, str, str]:
     """(status, stdout, stderr) after Ctrl-C so many seconds after the program, not Python, has started."""
-    process = subprocess.Popen(
-        [*entry(how), *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        preexec_fn=heard,
-    )
+    with sigint():
+        process = subprocess.Popen(
+            [*entry(how), *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
     try:
         limit = time.monotonic() + 30
         while len(list(Path(f"/proc/{process.pid}/task").iterdir())) < 2:  # the thread that listens is the first

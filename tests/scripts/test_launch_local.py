@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.signals import sigint
 from tests.test_processes import ENDLESS, LAUNCHER, WITHIN, environment, program
 
 SUM = """
@@ -63,14 +64,10 @@ def children(pid: int | str) -> list[str]:
 @contextlib.contextmanager
 def started(*arguments) -> Iterator[tuple[subprocess.Popen, list[str]]]:
     """A launcher, and the two processes once both have started; at the end nothing may be left of them."""
-    done = subprocess.Popen(
-        launcher(*arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # pytest's workers may ignore it
-    )
+    with sigint():
+        done = subprocess.Popen(
+            launcher(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        )
     try:
         assert done.stdout.read(8)
         wait_until(lambda: len(children(done.pid)) == 2)
