@@ -52,7 +52,7 @@ test-oldest: $(VENV_OLDEST)/.installed ## blocks, kernels, weights, generation a
 	$(VENV_OLDEST)/bin/python $(PYTEST) --thin $(OLDEST_CASES) --min-cases $(MIN_CASES_OLDEST) $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 test-pytorch: $(VENV)/.installed-dev $(VENV_TORCH)/.installed ## compare with PyTorch live, in its own Python 3.11 environment
-	$(VENV)/bin/python -m pytest -q tests/pytorch --torch-python $(VENV_TORCH)/bin/python --min-cases $(MIN_CASES_PYTORCH) $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist loadfile tests/pytorch --torch-python $(VENV_TORCH)/bin/python --min-cases $(MIN_CASES_PYTORCH) $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-dev ## lint and types
 	$(VENV)/bin/ruff check .

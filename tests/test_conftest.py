@@ -53,12 +53,12 @@ def run(tmp_path):
     [
         (["-n", "2"], 0, "40 cases ran"),
         pytest.param(["--full"], 0, "1040 cases ran", marks=pytest.mark.full),
-        (["--thin", "3"], 0, "30 cases ran"),
+        pytest.param(["--thin", "3"], 0, "30 cases ran", marks=pytest.mark.full),
         (["--min-cases", "41"], 1, "only 40 comparison cases ran, at least 41"),
         (["-n", "2", "-k", "forgets"], 1, "only 0 comparison cases ran, at least 1"),
         pytest.param(["-k", "forgets"], 1, "only 0 comparison cases ran, at least 1", marks=pytest.mark.full),
         pytest.param(["-k", "devices"], 0, "0 cases ran", marks=pytest.mark.full),
-        (["-k", "no_such_test"], 5, "0 cases ran"),
+        pytest.param(["-k", "no_such_test"], 5, "0 cases ran", marks=pytest.mark.full),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
