@@ -185,19 +185,46 @@ def causal_conv(
     kernel = w.shape[-1]
     if window is None:
         window = jnp.zeros((b, kernel - 1, channels), x.dtype)
-    inputs = jnp.concatenate([window.astype(x.dtype), x], 1)
+    window = window.astype(x.dtype)
     taps = w[:, 0].astype(jnp.float32)
-    y = sum(inputs[:, k : k + t].astype(jnp.float32) * taps[:, k] for k in range(kernel))
+    y = sum(v.astype(jnp.float32) * taps[:, k] for k, v in enumerate(shifted(x, window)))
     if bias is not None:
         y = y + bias.astype(jnp.float32)
+    past = kernel - 1
     if rows.every:
+        inputs = jnp.concatenate([window, x], 1)
         window = jnp.stack([inputs[:, i + 1 : i + kernel] for i in range(t)], axis=1)
     elif rows.valid is None:
-        window = inputs[:, t:]
+        window = x[:, t - past :] if t >= past else jnp.concatenate([window[:, t:], x], 1)
     else:
-        index = rows.new[:, None] + jnp.arange(kernel - 1, dtype=jnp.int32)
-        window = jnp.take_along_axis(inputs, index[..., None], axis=1)
+        window = last(jnp.concatenate([window, x[:, :past]], 1), rows.new, past)
+        if t > past:  # rows of many new tokens have nothing of the old window
+            window = jnp.where((rows.new > past)[:, None, None], last(x, rows.new - past, past), window)
     return jax.nn.silu(y).astype(x.dtype), window
+
+
+def shifted(x: jax.Array, window: jax.Array) -> list[jax.Array]:
+    """The inputs of each tap, [batch, tokens, channels]: x, preceded by window and cut, for the last tap x itself.
+
+    Many tokens are padded and not concatenated: XLA writes a concatenation of which several parts are read to memory,
+    and computes paddings where they are read. Of the two that are added one is 0 everywhere.
+    """
+    t, past = x.shape[1], window.shape[1]
+    if t < past:
+        inputs = jnp.concatenate([window, x], 1)
+        return [inputs[:, k : k + t] for k in range(past + 1)]
+
+    def padded(v, before, behind):
+        return jnp.pad(v, ((0, 0), (before, behind), (0, 0)))
+
+    found = [padded(window[:, k:], 0, t - past + k) + padded(x[:, : t - past + k], past - k, 0) for k in range(past)]
+    return [*found, x]
+
+
+def last(inputs: jax.Array, start: jax.Array, count: int) -> jax.Array:
+    """``count`` tokens of each row from ``start`` [batch] on."""
+    index = start[:, None] + jnp.arange(count, dtype=jnp.int32)
+    return jnp.take_along_axis(inputs, index[..., None], axis=1)
 
 
 def step(x, dt, a, b_in, c_in, d, state):
