@@ -1,4 +1,4 @@
-"""The convolution of a Mamba-2 block against its definition in NumPy, token by token, and the windows that it leaves."""
+"""The convolution of a Mamba-2 block against its definition in NumPy, token by token, and the windows it leaves."""
 
 import jax.numpy as jnp
 import numpy as np
