@@ -29,10 +29,13 @@ MIN_CASES_OLDEST ?= 1
 MIN_CASES_PYTORCH ?= 39
 # The oldest jax runs this many cases of each test function.
 OLDEST_CASES ?= 1
-# What the oldest jax has to run: each block kind, each implementation, weights, generation and the program.
+# What the oldest jax has to run: each block kind, each implementation, weights, generation, the program, processes. Of what
+# hardly depends on jax (programs that are killed, say) one test or none.
 OLDEST_TESTS ?= tests/pallas_kernels tests/test_model.py tests/test_reference.py tests/test_moe.py tests/test_mtp.py \
   tests/test_fusion.py tests/test_plans.py tests/test_bfloat16.py tests/test_sampling.py tests/test_generation.py \
-  tests/test_cli_generate.py tests/test_weights.py tests/test_orbax.py tests/test_inspect.py tests/test_processes.py
+  tests/test_cli_generate.py tests/test_weights.py tests/test_orbax.py::test_saved_at_four_restored_anywhere \
+  tests/test_orbax.py::test_convert_command tests/test_inspect.py::test_kernels_are_counted_for_gpus_that_are_not_here \
+  tests/test_processes.py::test_generate_in_two_processes
 
 .PHONY: help demo test test-full test-oldest test-pytorch check wheel clean
 
