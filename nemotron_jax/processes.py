@@ -8,6 +8,7 @@ this process with an error that names the one that was lost. docs/processes.md h
 
 import argparse
 import atexit
+import builtins
 import contextlib
 import dataclasses
 import hashlib
@@ -26,7 +27,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from nemotron_jax import interrupts
+from nemotron_jax import files, interrupts
 
 logger = logging.getLogger("nemotron_jax")
 
@@ -50,6 +51,7 @@ _CLUSTERS = (
 )
 # Errors of a collective that say no more than that somebody else is gone.
 _CONSEQUENCE = re.compile(r"gloo|nccl|connection (reset|closed|refused)|socket|unavailable|aborted|deadline", re.I)
+_OF_XLA = re.compile(r"[A-Z_]+: ")  # what its errors begin with; some are ValueErrors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +202,11 @@ def fail(error: BaseException, status: int, text: str | None = None) -> NoReturn
     """
     assert _watch is not None
     text = text or f"{error}"
-    if isinstance(error, jax.errors.JaxRuntimeError | RuntimeError) and _CONSEQUENCE.search(str(error)):
-        _watch.suspect()
+    cause: BaseException | None = error
+    while cause is not None:
+        if (isinstance(cause, RuntimeError) or _OF_XLA.match(str(cause))) and _CONSEQUENCE.search(str(cause)):
+            _watch.suspect()
+        cause = cause.__cause__
     _watch.fail(text, status)
 
 
@@ -268,16 +273,39 @@ def gather(value: Any) -> list[Any]:
 
 
 def from_first(value: Callable[[], Any]) -> Any:
-    """What ``value()`` gives (JSON) in process 0, in all of them; the others do not call it."""
+    """What ``value()`` gives (JSON) in process 0, in all of them; the others do not call it.
+
+    Raises:
+      ValueError, OSError: what it raises in process 0, with the same text in the others.
+    """
     if _watch is None:
         return value()
     key = _key("first")
     with _watch.step():
         if _watch.index:
-            return json.loads(_watch.get(key))
-        result = value()
-        _watch.put(key, json.dumps(result))
+            found = json.loads(_watch.get(key))
+            if "fault" in found:
+                raise getattr(builtins, found["kind"], ValueError)(found["fault"])
+            return found["value"]
+        try:
+            result = value()
+        except (ValueError, OSError) as error:
+            _watch.put(key, json.dumps({"fault": files.reason(error), "kind": type(error).__name__}))
+            raise
+        _watch.put(key, json.dumps({"value": result}))
         return result
+
+
+def tell_others(value: Any) -> None:
+    """Leave word (JSON) for all others, in process 0; they get it with :func:`told`, one after the other."""
+    assert _watch is not None
+    _watch.put(_key("told"), json.dumps(value))
+
+
+def told() -> Any:
+    """What process 0 said next. However long it says nothing, nobody counts as lost for that."""
+    assert _watch is not None
+    return json.loads(_watch.get(_key("told")))
 
 
 def agree(what: str, value: Any) -> None:

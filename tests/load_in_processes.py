@@ -26,10 +26,12 @@ def main(folder: str, port: str, processes: str, index: str) -> None:
     for p, array in zip(model.parameters, model.weights, strict=True):
         (shard,) = array.addressable_shards
         shares[".".join(map(str, p.path))] = hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()
-    print(
-        json.dumps({"read": sum(read), "compiled": compiled, "shares": shares, "bytes": model.bytes_per_device()}),
-        flush=True,
-    )
+    found = {"read": sum(read), "compiled": list(compiled), "shares": shares, "bytes": model.bytes_per_device()}
+    try:
+        nemotron_jax.save(model, "none")
+    except ValueError as error:
+        found["refused"] = str(error)
+    print(json.dumps(found), flush=True)
     jax.distributed.shutdown()
 
 

@@ -46,16 +46,12 @@ class Held(Source):
     def __init__(self, model: NemotronH):
         """
         Raises:
-          ValueError: if the model is abstract, or another process holds part of it.
+          ValueError: if the model is abstract.
         """
         if model.weights is None:
             raise ValueError("this model is abstract: it has no weights to write")
-        if not all(array.is_fully_addressable for array in model.weights):
-            raise ValueError(
-                "part of this model's weights is on devices of another process; accepted: a mesh of this process alone"
-            )
         self.where = f"{model!r}"
-        self.model, self._weights = model, model.weights
+        self.model, self.arrays = model, model.weights
         origin: Origin | None = model.origin
         self._places: dict[str, tuple[int, list[tuple[int, Piece]]]] = {}
         self.tensors = {}
@@ -82,7 +78,7 @@ class Held(Source):
         if origin:  # the order of the files
             order = {name: i for i, name in enumerate(origin.tensors)}
             self.tensors = dict(sorted(self.tensors.items(), key=lambda item: order.get(item[0], len(order))))
-        self._ranks = device_ranks(model.mesh)
+        self.ranks = device_ranks(model.mesh)
         self._host: dict[tuple[int, int], np.ndarray] = {}
         self._lock = threading.Lock()
         self.metadata = origin.metadata if origin else {}
@@ -99,31 +95,37 @@ class Held(Source):
             if len(known) > 2:  # experts' up and down matrices alternate, so two parameters are kept
                 oldest = next(iter(self._host))[0]
                 self._host = {key: value for key, value in self._host.items() if key[0] != oldest}
-            array, layout = self._weights[index], self.model.parameters[index].layout
+            array, layout = self.arrays[index], self.model.parameters[index].layout
             for shard in array.addressable_shards:
-                if layout.replicated or self._ranks[shard.device] == rank:
+                if layout.replicated or self.ranks[shard.device] == rank:
                     self._host[index, rank] = np.asarray(shard.data)
                     break
         return self._host[index, rank]
 
-    def read_block(self, name: str, dim: int, lo: int, hi: int, cuts: Sequence[Cut]) -> None:
+    def part(self, name: str, place: int, window: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Values of one of the places where a tensor stands, [start, stop) of it in each dimension, in its dtype."""
         index, placed = self._places[name]
-        dtype = DTYPES[self.tensors[name].dtype]
+        rank, piece = placed[place]
+        values = self.share(index, rank)[piece.index][tuple(slice(*w) for w in window)]
+        return values.astype(DTYPES[self.tensors[name].dtype])
+
+    def read_block(self, name: str, dim: int, lo: int, hi: int, cuts: Sequence[Cut]) -> None:
+        _, placed = self._places[name]
         for cut in cuts:
             window = [(0, n) for n in self.tensors[name].shape]
             window[0] = (lo, hi)
             if dim:
                 window[dim] = (cut.start, cut.stop)
             out = cut.out[lo - cut.start : hi - cut.start] if dim == 0 else cut.out[lo:hi]
-            for r, piece in placed:
+            for place, (_, piece) in enumerate(placed):
                 a, b = max(window[piece.dim][0], piece.start), min(window[piece.dim][1], piece.stop)
                 if a >= b:
                     continue
-                selected = [slice(*w) for w in window]
-                selected[piece.dim] = slice(a - piece.start, b - piece.start)
-                place = [slice(None)] * out.ndim
-                place[piece.dim] = slice(a - window[piece.dim][0], b - window[piece.dim][0])
-                out[tuple(place)] = self.share(index, r)[piece.index][tuple(selected)].astype(dtype)
+                selected = list(window)
+                selected[piece.dim] = (a - piece.start, b - piece.start)
+                target = [slice(None)] * out.ndim
+                target[piece.dim] = slice(a - window[piece.dim][0], b - window[piece.dim][0])
+                out[tuple(target)] = self.part(name, place, selected)
 
 
 def _distinct_ranks(layout: Layout) -> range:

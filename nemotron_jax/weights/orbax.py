@@ -21,6 +21,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
+from orbax.checkpoint._src.serialization import tensorstore_utils  # what its own handlers use has no public name
 
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.parameters import THREADS, Cut
@@ -156,6 +157,16 @@ class _Handler(ocp.type_handlers.NumpyHandler):
         self.waiting: list[asyncio.Event] = []
         self.error: Exception | None = None
 
+    async def _background_serialize(self, values, infos, args=None) -> None:
+        """As NumPyHandler's, which writes in process 0 alone: here whichever process saves does."""
+        writes = []
+        for value, info in zip(values, infos, strict=True):
+            await info.await_path_creation()
+            shape = {"global_shape": value.shape, "local_shape": value.shape, "dtype": value.dtype}
+            spec = tensorstore_utils.build_array_write_spec(info, **shape, use_ocdbt=True, process_index=0)
+            writes.append(self._open_and_write(value, spec.json, info.ts_context))
+        await asyncio.gather(*writes)
+
     async def _open_and_write(self, value: _Streamed, tspec: dict[str, Any], ts_context: ts.Context) -> None:
         tspec["metadata"]["chunks"] = list(value.chunk)
         row = value.nbytes // max(1, value.shape[0])
@@ -207,9 +218,12 @@ def write_arrays(folder: Path, source: Source, config: NemotronHConfig, done: Ca
         (_Streamed, handler),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # no leaf is one; Orbax warns where there is no handler for them
     )
+    here = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=here, active_processes={here})  # no other takes part
     options = {"use_ocdbt": True, "use_zarr3": False, "use_compression": False}  # weights do not compress
+    options |= {"type_handler_registry": registry, "multiprocessing_options": alone}
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **options)) as checkpointer:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options), multiprocessing_options=alone) as checkpointer:
             checkpointer.save(folder.absolute() / ARRAYS, args=ocp.args.PyTreeSave(item=tree))
     except Exception as error:
         raise handler.error or error from error

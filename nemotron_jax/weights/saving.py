@@ -4,10 +4,15 @@ import dataclasses
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
+import jax
+
+from nemotron_jax import processes
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.runtime import NemotronH
 from nemotron_jax.shapes import checkpoint_shapes
+from nemotron_jax.weights.gathering import write_by_first
 from nemotron_jax.weights.held import Held
 from nemotron_jax.weights.huggingface import INDEX
 from nemotron_jax.weights.loading import locate, may_skip, open_source
@@ -26,24 +31,28 @@ def save(model: NemotronH, path: str | Path, *, progress: bool | None = None) ->
     tensor keeps the dtype of the file it was loaded from, where the model's array has all of its values.
 
     Args:
-      model: any model with weights; all of its devices belong to this process.
+      model: any model with weights. Where it is spread over processes that have joined (processes.py), all of them call
+        this together, and process 0 writes: see :mod:`nemotron_jax.weights.gathering`.
       path: the folder. It may not exist, be empty, or hold an earlier checkpoint of this format.
       progress: a progress bar on stderr; default where stderr is a terminal.
 
     Raises:
-      ValueError: if the path holds something else, or the disk has no room, or writing failed. What was there is
-        untouched.
+      ValueError: if the path holds something else, or the disk has no room, or writing failed, in all processes. What
+        was there is untouched.
     """
-    held = Held(model)
-    check_replaceable(Path(path))
-    write(Path(path), ORBAX, held, model.config, model.folder, progress=progress)
+
+    def put(held: Held) -> None:
+        check_replaceable(Path(path))
+        write(Path(path), ORBAX, held, model.config, model.folder, progress=progress)
+
+    write_by_first(model, put)
 
 
 def export(model: NemotronH, path: str | Path, *, overwrite: bool = False, progress: bool | None = None) -> None:
     """Write a model's weights in Hugging Face layout: names, dtypes and files of the checkpoint that it came from.
 
     Args:
-      model: any model with weights; all of its devices belong to this process.
+      model: any model with weights, as for :func:`save`.
       path: the folder. It may not exist or be empty.
       overwrite: also replace a checkpoint.
       progress: a progress bar on stderr; default where stderr is a terminal.
@@ -51,9 +60,12 @@ def export(model: NemotronH, path: str | Path, *, overwrite: bool = False, progr
     Raises:
       ValueError: as for :func:`save`.
     """
-    held = Held(model)
-    check_replaceable(Path(path), overwrite)
-    write(Path(path), HUGGINGFACE, held, model.config, model.folder, progress=progress)
+
+    def put(held: Held) -> None:
+        check_replaceable(Path(path), overwrite)
+        write(Path(path), HUGGINGFACE, held, model.config, model.folder, progress=progress)
+
+    write_by_first(model, put)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +95,8 @@ def convert(
 ) -> Conversion:
     """Convert a folder or hub id in Hugging Face layout to Orbax, or an Orbax folder back. No device is used.
 
-    Every tensor is carried, ``mtp.*`` too. Quantised weights come out in bfloat16.
+    Every tensor is carried, ``mtp.*`` too. Quantised weights come out in bfloat16. Processes that have joined
+    (processes.py) call it together, and process 0 converts.
 
     Args:
       source: where from.
@@ -97,6 +110,15 @@ def convert(
       failed.
         The source is only read; the target is whole, old or new.
     """
+    if processes.active():
+        jax.process_count()  # which Orbax asks for: the answer takes all processes
+    return Conversion(**processes.from_first(lambda: _convert(source, target, revision, overwrite, progress)))
+
+
+def _convert(
+    source: str | Path, target: str | Path, revision: str | None, overwrite: bool, progress: bool | None
+) -> dict[str, Any]:
+    """The fields of a Conversion."""
     begun = time.perf_counter()
     folder = locate(source, revision=revision)
     config = NemotronHConfig.from_json(folder)
@@ -108,7 +130,8 @@ def convert(
     check_replaceable(Path(target), overwrite)
     write(Path(target), kind, opened, config, folder, progress=progress)
     opened.close()
-    return Conversion(len(opened.tensors), opened.bytes(), time.perf_counter() - begun, kind)
+    done = Conversion(len(opened.tensors), opened.bytes(), time.perf_counter() - begun, kind)
+    return dataclasses.asdict(done)
 
 
 def check_complete(source: Source, config: NemotronHConfig) -> None:
@@ -143,6 +166,9 @@ def check_replaceable(path: Path, overwrite: bool = False) -> None:
     Raises:
       ValueError: if something else is there.
     """
+    above = next((p for p in path.absolute().parents if p.exists()), path.parent)
+    if not above.is_dir():
+        raise ValueError(f"{path}: {above} is a file; accepted: a folder to write to")
     if not path.exists() or is_orbax(path):
         return
     if not path.is_dir():
