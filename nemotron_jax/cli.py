@@ -12,8 +12,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
-from nemotron_jax import interrupts, processes
+from nemotron_jax import files, interrupts, processes
 
 COMMANDS = {
     "generate": "text from prompts",
@@ -29,8 +30,14 @@ COMMANDS = {
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 MOST = 1 << 30  # of anything that is counted: positions and sizes are 32-bit numbers
 MOST_CPU_DEVICES = 256
-ONE_PROCESS = ("convert",)  # of several processes the first one runs these alone
-BAD = (ValueError, FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+BAD = (ValueError, OSError)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong: the usage is long, and --help has it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       0 done, 1 a comparison or check failed, 2 bad input (one line on stderr).
     """
-    parser = argparse.ArgumentParser(prog="nemotron-jax", description="Nemotron-H in JAX.", allow_abbrev=False)
+    parser = _Parser(prog="nemotron-jax", description="Nemotron-H in JAX.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = {}
+    modules, parsers = {}, {}
     for name, summary in COMMANDS.items():
         try:
             modules[name] = importlib.import_module(f"nemotron_jax.commands.{name}")
@@ -49,21 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             if error.name != f"nemotron_jax.commands.{name}":
                 raise
             continue
-        sub = commands.add_parser(name, help=summary, description=modules[name].__doc__, allow_abbrev=False)
+        sub = parsers[name] = commands.add_parser(
+            name, help=summary, description=modules[name].__doc__, allow_abbrev=False
+        )
         sub.add_argument("--json", action="store_true", help="print one JSON object on stdout, and nothing else there")
         sub.add_argument("--verbose", "-v", action="store_true", help="log more, on stderr")
         processes.add_arguments(sub)
         modules[name].add_arguments(sub)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parsers[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        how = processes.settings(args)
-        if how is not None and args.command in ONE_PROCESS:
-            if how.index is None:
-                raise ValueError(f"{args.command} runs in one process; set NEMOTRON_JAX_CLUSTER=off in that one")
-            if how.index:
-                return DONE
-            how = None
-        processes.join(how)
+        processes.join(processes.settings(args))
         logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
         logging.getLogger("nemotron_jax").setLevel(logging.INFO if args.verbose else logging.WARNING)
         if processes.active():
@@ -72,17 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = modules[args.command].run(args)
         processes.leave()
         return status
-    except BAD as error:
-        if args.verbose and not processes.active():
-            raise
-        return _ended(error, BAD_INPUT, f"nemotron-jax {args.command}: {error}")
-    except FloatingPointError as error:
-        return _ended(error, FAILED, f"nemotron-jax {args.command}: {error}")
     except BrokenPipeError as error:
         if processes.active():
             processes.fail(error, DONE, "nobody reads the output any more")
         sys.stderr.close()
         return DONE
+    except BAD as error:
+        if args.verbose and not processes.active():
+            raise
+        return _ended(error, BAD_INPUT, f"nemotron-jax {args.command}: {files.reason(error)}")
+    except FloatingPointError as error:
+        return _ended(error, FAILED, f"nemotron-jax {args.command}: {error}")
     except KeyboardInterrupt as error:
         if processes.active():
             processes.fail(error, 130, "interrupted")
@@ -124,14 +128,20 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, loads: bool = True) 
 
 
 def positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if not 1 <= value <= MOST:
-        raise argparse.ArgumentTypeError(f"found {value}, accepted 1 to {MOST}")
+        raise argparse.ArgumentTypeError(f"found {text}, accepted 1 to {MOST}")
     return value
 
 
 def not_negative(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"found {text}, accepted a number of 0 or more")
     return value

@@ -305,8 +305,11 @@ class NemotronHConfig:
         where = f"in {file}"
         try:
             text = file.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            fault = "cannot be read: there is none; accepted: the folder of a checkpoint, which has one, or the file"
+            raise ConfigError([fault], where) from error
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"cannot be read: {error}"], where) from error
+            raise ConfigError([f"cannot be read: {getattr(error, 'strerror', None) or error}"], where) from error
         repeated: list[str] = []
 
         def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -395,5 +398,3 @@ _DEFAULTS = {
 def _overridden(config: NemotronHConfig, entry: FrozenMapping) -> NemotronHConfig:
     changes = {k: v for k, v in accepted_overrides(entry).items() if getattr(config, k) != v}
     return dataclasses.replace(config, **changes) if changes else config
-
-

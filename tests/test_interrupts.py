@@ -130,6 +130,12 @@ def test_other_ends_are_left_alone():
 
 
 # ------------------------------------------------------------------------------------------------- the program
+def test_it_listens_before_anything_heavy_is_imported():
+    code = "import nemotron_jax.__main__, sys; print(sorted({'jax', 'numpy'} & {*sys.modules}))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment())
+    assert found.stdout == "[]\n", found.stderr
+
+
 def entry(how: str) -> list[str]:
     """The program as ``python -m``, or as the script that an installation makes."""
     if how == "module":

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 from nemotron_jax.cli import DONE, FAILED, add_model_arguments, build_mesh, device_names, positive, print_json
+from nemotron_jax.files import named
 
 # Two equally valid orders of rounding in bfloat16 differ by a few per cent after some fifty layers.
 AGREE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
@@ -147,8 +148,9 @@ def run(args: argparse.Namespace) -> int:
 def _keep(args: argparse.Namespace, result: dict) -> None:
     """Write what there is, after each row: a run that is cut short has told what it knew."""
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        with named(args.out, "a file for the results, on a disk that has room"):
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _kernels(args: argparse.Namespace, mesh, result: dict) -> int:

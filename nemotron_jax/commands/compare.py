@@ -9,11 +9,13 @@ Exit status 0: within tolerance (or no tolerance applies), 1: not, 2: bad input.
 """
 
 import argparse
+import functools
 from pathlib import Path
 
 import numpy as np
 
 from nemotron_jax import cli, processes
+from nemotron_jax.files import check_writable, named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.plot is not None and reference_name is None:
         raise ValueError("--plot draws a comparison: name a reference")
+    for path, what in ((args.save, "an .npz file for our arrays"), (args.plot, "a .png file for the plot")):
+        if path is not None:
+            processes.from_first(functools.partial(check_writable, path, what))
     from nemotron_jax.parity import read_reference
 
     reference = (
@@ -74,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if args.save is not None and processes.first():
         from nemotron_jax.parity import save_run
 
-        save_run(args.save, found, report)
+        with named(args.save, "an .npz file for our arrays, on a disk that has room"):
+            save_run(args.save, found, report)
     if reference is None:
         if args.json:
             cli.print_json({"saved": str(args.save), "arrays": sorted(found), "devices": devices, **report})

@@ -5,11 +5,13 @@ Exit status 1: a run failed or its results were wrong (a refused one has its rea
 """
 
 import argparse
+import functools
 import sys
 import tempfile
 from pathlib import Path
 
 from nemotron_jax import cli, processes
+from nemotron_jax.files import make_folder
 
 RESULTS = "results.json"
 
@@ -30,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
         for one in runs:
             print(f"{one.key}  {one.title()}")
         return cli.DONE
+    processes.from_first(functools.partial(make_folder, args.out))
     if all(one.devices for one in runs):
         from nemotron_jax.targets import without_gpus
 

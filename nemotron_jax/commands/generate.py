@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemotron_jax import cli, processes
+from nemotron_jax.files import check_writable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,6 +192,8 @@ def check_options(args: argparse.Namespace) -> None:
         faults.append("--logprobs: goes with --json or --output")
     if faults:
         raise ValueError("; ".join(faults))
+    if args.output:
+        processes.from_first(lambda: check_writable(args.output, "a file for the answers"))
 
 
 def record(prompt, completion) -> dict[str, Any]:

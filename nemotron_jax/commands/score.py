@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemotron_jax import cli, processes
+from nemotron_jax.files import named
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,15 +90,18 @@ def read_documents(file: Path) -> list:
     """The texts (or token lists) of a file.
 
     Raises:
+      OSError: if the file cannot be read.
       ValueError: naming every line that holds no document.
     """
+    try:
+        with named(file, "a text file, or .jsonl with one document a line"):
+            text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8: {error}") from error
     if file.suffix != ".jsonl":
-        try:
-            return [file.read_text(encoding="utf-8")]
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: not UTF-8: {error}") from error
+        return [text]
     found, faults = [], []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemotron_jax.experiments.spec import Run
+from nemotron_jax.files import named
 
 logger = logging.getLogger("nemotron_jax")
 
@@ -38,8 +39,9 @@ def write_results(folder: str | Path, entries: Sequence[dict[str, Any]]) -> None
     """Replace the file in one step."""
     path = Path(folder) / "results.json"
     partial = path.with_name(f".results.{os.getpid()}.partial")
-    partial.write_text(json.dumps({"runs": list(entries)}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    with named(path, "a file for the results, on a disk that has room"):
+        partial.write_text(json.dumps({"runs": list(entries)}, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(path)
 
 
 def run_all(runs: Sequence[Run], folder: str | Path, execute: Callable[[Run], dict[str, Any]]) -> list[dict[str, Any]]:

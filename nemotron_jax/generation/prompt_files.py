@@ -6,6 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nemotron_jax.files import named
+
+ANSWERS = "a file for the answers, on a disk that has room"
+
 
 @dataclasses.dataclass(frozen=True)
 class FilePrompt:
@@ -29,11 +33,13 @@ def read_prompts(file: str | Path) -> list[FilePrompt]:
     no prompt.
 
     Raises:
+      OSError: if the file cannot be read.
       ValueError: naming every line that holds no prompt; or if there is none.
     """
     file = Path(file)
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        with named(file, "a text file with one prompt a line, or .jsonl with one object a line"):
+            lines = file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8: {error}") from error
     found, faults = [], []
@@ -82,17 +88,19 @@ class Answers:
           settings: stands for everything that the answers depend on.
 
         Raises:
+          OSError: if the file cannot be opened.
           ValueError: if the file holds answers to other prompts or from other settings: it is left as it is.
         """
         self._file, self._settings = Path(file), settings
         self.done: list[dict[str, Any]] = []
         whole = b""
-        if self._file.exists():
-            whole = self._file.read_bytes()
-            whole = whole[: whole.rfind(b"\n") + 1]
-            self.done = [self._check(i, line, prompts) for i, line in enumerate(whole.splitlines())]
-        self._handle = open(self._file, "ab")
-        self._handle.truncate(len(whole))
+        with named(self._file, ANSWERS):
+            if self._file.exists():
+                whole = self._file.read_bytes()
+                whole = whole[: whole.rfind(b"\n") + 1]
+                self.done = [self._check(i, line, prompts) for i, line in enumerate(whole.splitlines())]
+            self._handle = open(self._file, "ab")
+            self._handle.truncate(len(whole))
 
     def _check(self, index: int, line: bytes, prompts: list[FilePrompt]) -> dict[str, Any]:
         try:
@@ -115,11 +123,12 @@ class Answers:
 
     def add(self, entries: list[dict[str, Any]]) -> None:
         """Append answers; they are on disk when this returns."""
-        for entry in entries:
-            self.done.append({**entry, "settings": self._settings})
-            self._handle.write(json.dumps(self.done[-1], ensure_ascii=False).encode() + b"\n")
-        self._handle.flush()
-        os.fsync(self._handle.fileno())
+        with named(self._file, ANSWERS):
+            for entry in entries:
+                self.done.append({**entry, "settings": self._settings})
+                self._handle.write(json.dumps(self.done[-1], ensure_ascii=False).encode() + b"\n")
+            self._handle.flush()
+            os.fsync(self._handle.fileno())
 
     def __enter__(self) -> "Answers":
         return self

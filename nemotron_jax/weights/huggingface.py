@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from nemotron_jax.files import reason
 from nemotron_jax.parameters import Cut
 from nemotron_jax.weights.source import DTYPES, Source, Tensor, canonical_name, listed
 
@@ -176,7 +177,7 @@ def _header(file: Path, faults: list[str]) -> dict[str, Any]:
                 found[name] = Tensor(name, entry["dtype"], tuple(entry["shape"]), file.name, 8 + size + begin)
         return found
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        faults.append(f"{file.name} cannot be read: {error}")
+        faults.append(f"{file.name} cannot be read: {reason(error)}")
         return {}
 
 

@@ -11,7 +11,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from nemotron_jax.config import NemotronHConfig
+from nemotron_jax.files import reason
 from nemotron_jax.parameters import planned_bytes
+from nemotron_jax.presets import PRESETS
 from nemotron_jax.runtime import NemotronH
 from nemotron_jax.sharding import ShardingRules
 from nemotron_jax.weights.atomic import recover
@@ -97,7 +99,7 @@ def load(
                 with progress_bar("verifying", total, progress) as bar:
                     compare_bytes(model, source if cache is None else original(), bar.update)
         except OSError as error:
-            raise ValueError(f"{source.where} cannot be read: {error}") from error
+            raise ValueError(f"{source.where} cannot be read: {reason(error)}") from error
     return model
 
 
@@ -117,7 +119,13 @@ def locate(path: str | Path, *, revision: str | None = None) -> Path:
         if revision and named:
             raise ValueError(f"revision: found both {revision!r} and {path}, accepted: one")
         return download(hub_id, revision or named or None)
-    raise FileNotFoundError(f"{path}: no such folder, and no hub id (OWNER/NAME)")
+    if str(path) in PRESETS:
+        raise FileNotFoundError(
+            f"{path} is a preset: shapes without weights, for inspect, bench and experiment; accepted here: a folder "
+            f"that holds weights, or a hub id with these shapes: {', '.join(PRESETS[str(path)].hub_ids)}"
+        )
+    shipped = ", it is the model that the package ships: leave the name out" * (str(path) == default_model().name)
+    raise FileNotFoundError(f"{path}: no such folder, and no hub id (OWNER/NAME){shipped}")
 
 
 def open_source(folder: Path, config: NemotronHConfig) -> Source:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nemotron_jax.config import NemotronHConfig
+from nemotron_jax.files import reason
 from nemotron_jax.weights.atomic import replacing
 from nemotron_jax.weights.companions import carry
 from nemotron_jax.weights.export import write_safetensors
@@ -55,5 +56,5 @@ def write(
                 writer(new, source, *arguments, bar.update)
             finish(new)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} was not written: {error}") from error
+        raise ValueError(f"{path} was not written: {reason(error)}") from error
     logger.info("wrote %d tensors, %.1f MB to %s", len(source.tensors), needed / 1e6, path)
