@@ -8,7 +8,7 @@ else it is DEFAULT. Programs that are traced already stay as they are. Kernels t
 import contextlib
 import contextvars
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 
@@ -57,7 +57,7 @@ def automatic() -> bool:
 
 
 @contextlib.contextmanager
-def use(setting: str) -> Iterator[None]:
+def use(setting: str) -> Generator[None]:
     """Programs traced inside use this setting.
 
     Raises:

@@ -1,7 +1,7 @@
 """Ways to break a model on purpose, to see that comparing names the layer."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from unittest import mock
 
 import jax
@@ -19,7 +19,7 @@ def change_one_weight(model: NemotronH, *path: str | int, by: float = 0.5) -> No
 
 
 @contextlib.contextmanager
-def reduced_twice(layer: int) -> Iterator[None]:
+def reduced_twice(layer: int) -> Generator[None]:
     """Models traced inside reduce the output of one block a second time, which multiplies it by the axis size.
 
     jax does not notice (an invariant value may be summed). The functions of fusion.py would refuse: they are not asked.

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -112,7 +112,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
 
 @contextlib.contextmanager
-def running(hub: Hub) -> Iterator[Hub]:
+def running(hub: Hub) -> Generator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()

@@ -2,11 +2,11 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 
 
 @contextlib.contextmanager
-def sigint(handler=signal.default_int_handler) -> Iterator[None]:
+def sigint(handler=signal.default_int_handler) -> Generator[None]:
     """Programs started inside hear Ctrl-C, or with SIG_IGN ignore it, whatever pytest's workers do.
 
     Not by ``preexec_fn``: that forks this process, of which JAX warns, and warnings are errors here.

@@ -31,7 +31,7 @@ def test_devices():
     assert len(jax.devices("cpu")) == 8
 """
 
-SETTINGS = '[pytest]\naddopts = --strict-markers\nmarkers =\n    gpu: g\n    slow: s\n    full: f\n'
+SETTINGS = "[pytest]\naddopts = --strict-markers\nmarkers =\n    gpu: g\n    slow: s\n    full: f\n"
 
 
 @pytest.fixture

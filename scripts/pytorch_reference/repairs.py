@@ -94,5 +94,3 @@ def tied_head(model):
         yield
     finally:
         model.lm_head.weight = untied
-
-

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -62,7 +62,7 @@ def children(pid: int | str) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(*arguments) -> Iterator[tuple[subprocess.Popen, list[str]]]:
+def started(*arguments) -> Generator[tuple[subprocess.Popen, list[str]]]:
     """A launcher, and the two processes once both have started; at the end nothing may be left of them."""
     with sigint():
         done = subprocess.Popen(
