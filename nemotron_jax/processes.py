@@ -215,6 +215,11 @@ def active() -> bool:
     return _watch is not None
 
 
+def share_a_gpu() -> bool:
+    """Whether several processes run on one GPU; there NCCL has hung on messages above 64 KiB."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
 def count() -> int:
     """How many processes there are. Starts nothing of JAX."""
     return 1 if _watch is None else _watch.count

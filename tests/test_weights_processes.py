@@ -38,7 +38,7 @@ def test_each_process_reads_its_share_and_no_program_runs(layout, tmp_path, coun
     ]
     found = []
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         found.append(json.loads(out.splitlines()[-1]))
     here = nemotron_jax.load(folder, mesh=make_mesh(2))
@@ -64,7 +64,7 @@ def write_together(folder: Path, out: Path, tensor: int, data: int, how: str = "
         env = environment(**{f"NEMOTRON_JAX_{name}": value for name, value in told.items()})
         both.append(subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT))
     try:
-        errors = [process.communicate(timeout=120)[1] for process in both]
+        errors = [process.communicate(timeout=300)[1] for process in both]
     finally:
         for process in both:
             process.kill()

@@ -22,7 +22,7 @@ def main(folder: str, out: str, tensor: str, data: str, how: str = "") -> None:
     from nemotron_jax import processes
     from nemotron_jax.weights import gathering, held
 
-    gathering.BUFFERS = (512, 2048)  # so that tensors of these sizes take several
+    gathering.BUFFERS = (1024, 8192)  # so that tensors of these sizes take several
     processes.join(processes.settings())
     here, me = Path(out), processes.index()
     model = nemotron_jax.load(folder, mesh=nemotron_jax.make_mesh(int(tensor), int(data)))

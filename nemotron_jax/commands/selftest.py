@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     mesh = cli.build_mesh(args)
     from nemotron_jax import device_checks
 
-    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"  # there NCCL has hung on messages above 64 KiB
+    shared = processes.share_a_gpu()  # then no message is above 64 KiB
     size = args.copy_bytes or (1 << 18 if mesh.devices.flat[0].platform == "cpu" else 1 << 16 if shared else 16 << 20)
     tokens = 8 if shared else device_checks.TOKENS
     report = {"versions": device_checks.versions(), "topology": device_checks.topology(mesh)}

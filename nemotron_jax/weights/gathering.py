@@ -136,7 +136,8 @@ class _Shared(Held):
 
 def _buffers(size: int) -> Iterator[tuple[int, int, np.ndarray]]:
     """[start, stop) of so many bytes, and a buffer for it."""
-    largest = next((n for n in BUFFERS if size + HEADER <= n), BUFFERS[-1])
+    sizes = BUFFERS[:1] if processes.share_a_gpu() else BUFFERS
+    largest = next((n for n in sizes if size + HEADER <= n), sizes[-1])
     for start in range(0, size, largest - HEADER):
         buffer = aligned((largest,), np.uint8)
         buffer[:] = 0
