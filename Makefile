@@ -23,9 +23,9 @@ PYTEST = -m pytest -q -n $(JOBS) --dist worksteal
 PROMPT ?= And the woman said unto the serpent,
 
 # Fewer comparison cases than these means that a part of the tests vanished unnoticed.
-MIN_CASES ?= 6000
+MIN_CASES ?= 6500
 MIN_CASES_FULL ?= 1
-MIN_CASES_OLDEST ?= 1
+MIN_CASES_OLDEST ?= 4500
 MIN_CASES_PYTORCH ?= 39
 # The oldest jax runs this many cases of each test function.
 OLDEST_CASES ?= 1
