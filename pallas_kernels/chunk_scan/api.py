@@ -152,4 +152,4 @@ def _run(implementation, groups, chunk, xbc, dt, a, d, state):
         return state, y
 
     state, y = lax.scan(piece, state.astype(jnp.float32), jnp.arange(pieces))
-    return jnp.moveaxis(y, 0, 1).reshape(batch, pieces * size, -1)[:, :t], state
+    return jnp.moveaxis(y, 0, 1).reshape(batch, pieces * size, y.shape[-1])[:, :t], state
