@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nemotron_jax import files, interrupts, processes
 
@@ -145,6 +145,24 @@ def not_negative(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"found {text}, accepted a number of 0 or more")
     return value
+
+
+def tell_fallbacks(plan) -> None:
+    """One line on stderr where the plan (a FusionPlan) names what cannot run here."""
+    if plan.fallbacks and processes.first():
+        print(f"nemotron-jax: fusion plan {plan.spec!r}: {'; '.join(plan.fallbacks)}", file=sys.stderr)
+
+
+def what_ran(args: argparse.Namespace, mesh, plan) -> dict[str, Any]:
+    """Keys that commands which run a model share: how it was cut, the plan as asked for and as it ran, the devices."""
+    return {
+        "tensor_parallel": args.tensor_parallel,
+        "fusion": args.fusion,
+        "plan": plan.letters,
+        "fused_boundaries": plan.fused_boundaries,
+        "fallbacks": list(plan.fallbacks),
+        "devices": device_names(mesh),
+    }
 
 
 def setup_devices(count: int) -> None:

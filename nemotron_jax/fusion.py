@@ -169,6 +169,18 @@ class FusionPlan:
         back = {name: letter for letter, name in LETTERS.items()}
         return "".join(back[b.implementation] for b in self.boundaries)
 
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Why boundaries for which the plan names an implementation run another one."""
+        asked = parse_plan(self.spec, "".join(b.kind for b in self.boundaries))
+        return tuple(
+            dict.fromkeys(
+                b.reason
+                for b, name in zip(self.boundaries, asked, strict=True)
+                if name in IMPLEMENTATIONS and b.implementation not in (name, EAGER)
+            )
+        )
+
     def uses(self, implementation: str) -> bool:
         return any(b.implementation == implementation for b in self.boundaries)
 

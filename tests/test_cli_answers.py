@@ -77,7 +77,6 @@ def test_wrong_options_get_one_line(command, line, capsys):
         ("generate --prompt-file file --output none/x", "none/x: found no folder"),
         ("generate nemotron-h-8b --prompt x", "nemotron-h-8b is a preset: shapes without weights, for inspect, bench"),
         ("generate nemotron-h-8b --prompt x", "or a hub id with these shapes: nvidia/Nemotron-H-8B-Base-8K,"),
-        ("generate tiny-nemotron-h --prompt x", "it is the model that the package ships: leave the name out"),
         ("generate none --prompt x", "none: no such folder, and no hub id (OWNER/NAME)"),
         ("score none none", "none: No such file or directory; accepted: a text file, or .jsonl with one document"),
         ("score none folder", "folder: Is a directory; accepted: a text file, or .jsonl with one document"),

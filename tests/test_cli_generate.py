@@ -78,6 +78,19 @@ def test_json_and_text(program):
     assert json.loads(out)["outputs"][0]["text"] == outputs[0]["text"] and outputs[0]["text"] in err
 
 
+def test_a_plan_that_cannot_run_is_told(program):
+    """Here no kernel can reach its peers' memory: what runs instead, and why, is on stderr and in the object."""
+    options = ("--prompt", PROMPT, "--max-new-tokens", 2, "--tensor-parallel", 2)
+    status, out, err = program("generate", *options, "--fusion", "kinds:M/flags", "--json")
+    found = json.loads(out)
+    pattern = trained(1).config.hybrid_override_pattern
+    assert status == 0 and found["plan"] == "".join("p" if kind == "M" else "." for kind in pattern)
+    assert len(found["fallbacks"]) == 1 and "flags cannot run here: it needs GPUs" in found["fallbacks"][0]
+    assert f"nemotron-jax: fusion plan 'kinds:M/flags': {found['fallbacks'][0]}\n" in err
+    status, out, err = program("generate", *options, "--fusion", "all/gather", "--json")
+    assert json.loads(out)["fallbacks"] == [] and "fusion plan" not in err
+
+
 FILE_OPTIONS = ("--max-new-tokens", 6, "--temperature", 0.9, "--seed", 4, "--batch-size", 2)
 
 

@@ -13,6 +13,7 @@ from huggingface_hub import constants
 import nemotron_jax
 from nemotron_jax.weights import convert
 from nemotron_jax.weights.hub import is_hub_id
+from nemotron_jax.weights.loading import default_model, locate
 from tests.hub_server import Hub, running
 from tests.weights_cases import edit_json, folder_of, read_raw, write_folder
 
@@ -156,3 +157,11 @@ def test_the_environment_is_what_counts(tmp_path):
     command[5] = tmp_path / "b"
     done = subprocess.run(command, env=environment | {"HF_HUB_OFFLINE": "1"}, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["tensors"], done.stderr
+
+
+def test_the_shipped_model_has_a_name(tmp_path, monkeypatch):
+    """In every command, not only where shapes are enough; a folder of that name comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert locate("tiny-nemotron-h") == default_model()
+    (tmp_path / "tiny-nemotron-h").mkdir()
+    assert locate("tiny-nemotron-h") == Path("tiny-nemotron-h")

@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
         mtp=args.speculative_tokens > 0,
         conversion_cache=args.conversion_cache,
     )
+    plan = model.plan(args.data_parallel, 1)
+    cli.tell_fallbacks(plan)
     conversation = Conversation(Generator(model, steps_per_call=8, **settings), system=args.system)
     if conversation.plain:
         print(
@@ -46,15 +48,7 @@ def run(args: argparse.Namespace) -> int:
             print(flush=True)
         turns.append(record(FilePrompt(text), answer))
     if args.json:
-        cli.print_json(
-            {
-                "outputs": turns,
-                "tensor_parallel": args.tensor_parallel,
-                "fusion": args.fusion,
-                "fused_boundaries": model.plan(args.data_parallel, 1).fused_boundaries,
-                "devices": cli.device_names(mesh),
-            }
-        )
+        cli.print_json({"outputs": turns, **cli.what_ran(args, mesh, plan)})
     return cli.DONE
 
 

@@ -148,12 +148,13 @@ def run(args: argparse.Namespace) -> int:
     if args.stream:
         settings["steps_per_call"] = 8
     generator = Generator(model, **settings)
+    batch = min(args.batch_size, len(prompts)) if args.prompt_file else len(prompts)
+    plan = model.plan(batch + -batch % args.data_parallel, 1, generator.steps_per_call)
+    cli.tell_fallbacks(plan)
     speculation = {}
     if args.prompt_file:
-        batch = min(args.batch_size, len(prompts))
         outputs = from_file(args, generator, prompts, settings, batch)
     else:
-        batch = len(prompts)
         if args.stream:
             completions = [print_stream(generator, args)]
         else:
@@ -161,17 +162,8 @@ def run(args: argparse.Namespace) -> int:
             speculation = {"proposed": completions.proposed, "accepted": completions.accepted}
         outputs = [record(p, c) for p, c in zip(prompts, completions, strict=True)]
     if args.json:
-        rows = batch + -batch % args.data_parallel
-        cli.print_json(
-            {
-                "outputs": outputs,
-                **({"speculation": speculation} if args.speculative_tokens and speculation else {}),
-                "tensor_parallel": args.tensor_parallel,
-                "fusion": args.fusion,
-                "fused_boundaries": model.plan(rows, 1, generator.steps_per_call).fused_boundaries,
-                "devices": cli.device_names(mesh),
-            }
-        )
+        told = {"speculation": speculation} if args.speculative_tokens and speculation else {}
+        cli.print_json({"outputs": outputs, **told, **cli.what_ran(args, mesh, plan)})
     elif not (args.output or args.stream):
         for entry in outputs:
             text = " ".join(map(str, entry["tokens"])) if entry["text"] is None else entry["text"]

@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     size = min(args.window, positions - 1)
     if size < args.window:
         print(f"nemotron-jax score: window {size}: the model has {positions} positions", file=sys.stderr)
+    plan = model.plan(max(1, args.data_parallel), size)
+    cli.tell_fallbacks(plan)
     rows = encode(documents, model.tokenizer, model.config.vocab_size, bos=model.config.bos_token_id)
     if not any(len(row) > 1 for row in rows):
         raise ValueError(f"{args.file}: found no text of two tokens or more: there is nothing to predict")
@@ -75,10 +77,7 @@ def run(args: argparse.Namespace) -> int:
                 "bits_per_byte": total.nats / math.log(2) / size_in_bytes if every_text and size_in_bytes else None,
                 "documents": each,
                 "window": size,
-                "tensor_parallel": args.tensor_parallel,
-                "fusion": args.fusion,
-                "fused_boundaries": model.plan(max(1, args.data_parallel), size).fused_boundaries,
-                "devices": cli.device_names(mesh),
+                **cli.what_ran(args, mesh, plan),
             }
         )
     else:

@@ -104,7 +104,7 @@ def load(
 
 
 def locate(path: str | Path, *, revision: str | None = None) -> Path:
-    """The folder that a path or a hub id means; ``OWNER/NAME@REVISION`` names a revision too.
+    """The folder that a path, a hub id or the shipped model's name means; ``OWNER/NAME@REVISION`` names a revision too.
 
     Raises:
       FileNotFoundError, ValueError: if there is none; see :func:`nemotron_jax.weights.hub.download`.
@@ -124,8 +124,9 @@ def locate(path: str | Path, *, revision: str | None = None) -> Path:
             f"{path} is a preset: shapes without weights, for inspect, bench and experiment; accepted here: a folder "
             f"that holds weights, or a hub id with these shapes: {', '.join(PRESETS[str(path)].hub_ids)}"
         )
-    shipped = ", it is the model that the package ships: leave the name out" * (str(path) == default_model().name)
-    raise FileNotFoundError(f"{path}: no such folder, and no hub id (OWNER/NAME){shipped}")
+    if str(path) == default_model().name:
+        return default_model()
+    raise FileNotFoundError(f"{path}: no such folder, and no hub id (OWNER/NAME)")
 
 
 def open_source(folder: Path, config: NemotronHConfig) -> Source:
