@@ -7,10 +7,14 @@ else it is DEFAULT. Programs that are traced already stay as they are. Kernels t
 
 import contextlib
 import contextvars
+import functools
+import logging
 import os
 from collections.abc import Generator
 
 import jax
+
+logger = logging.getLogger(__name__)
 
 NAMES = ("mamba_step", "rms_norm", "grouped_matmul", "decode_attention", "chunk_scan")
 AUTO = ("mamba_step", "rms_norm")  # those that were measured to pay
@@ -83,6 +87,12 @@ def fault(name: str) -> str | None:
     if not any(name in kind for name in HOPPER):
         return f"needs a Hopper GPU (compute capability 9.0); this is {kind}"
     return None
+
+
+@functools.cache
+def report(call: str, reason: str | None) -> None:
+    """Log once what a call runs: the kernel, or plain JAX for this reason."""
+    logger.info("%s: %s", call, "mosaic_gpu" if reason is None else f"plain JAX: {reason}")
 
 
 def varying(x: jax.Array) -> frozenset[str]:

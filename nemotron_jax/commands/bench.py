@@ -156,12 +156,10 @@ def _keep(args: argparse.Namespace, result: dict) -> None:
 def _kernels(args: argparse.Namespace, mesh, result: dict) -> int:
     if mesh.size > 1:
         raise ValueError(f"bench kernels: found a mesh of {mesh.size} devices, accepted one")
-    from nemotron_jax import NemotronHConfig, kernel_timing
-    from nemotron_jax.config import PRESETS
-    from nemotron_jax.weights.loading import default_model
+    from nemotron_jax import kernel_timing
+    from nemotron_jax.inspection import read_config
 
-    preset = args.model in PRESETS
-    config = NemotronHConfig.preset(args.model) if preset else NemotronHConfig.from_json(args.model or default_model())
+    _, config = read_config(args.model)
     dtype = args.dtype or config.dtype
     for rows in args.batch:
         for operation in kernel_timing.operations(config, rows, dtype):

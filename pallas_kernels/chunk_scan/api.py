@@ -1,7 +1,6 @@
 """Public entry: many tokens of a Mamba-2 block from the convolution's output to the gate's input."""
 
 import functools
-import logging
 import math
 
 import jax
@@ -12,8 +11,6 @@ from jaxtyping import Array, Float
 from pallas_kernels import selection
 from pallas_kernels.chunk_scan import reference, typed, xla
 from pallas_kernels.errors import Unsupported
-
-logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
 # Weights inside chunks that exist at a time: 8,192 tokens of 128 heads in chunks of 128. It bounds the memory of long
@@ -42,15 +39,9 @@ def declined(
     if reason is None and batch * tokens == 0:
         reason = "there is no token"
     reason = reason or selection.fault("chunk_scan")
-    _report((batch, tokens, heads, head_dim, state_size), reason)
+    call = f"chunk_scan, {batch} x {tokens} tokens, {heads} heads of {head_dim}, state {state_size}"
+    selection.report(call, reason)
     return reason
-
-
-@functools.cache
-def _report(shape: tuple[int, ...], reason: str | None) -> None:
-    """Say once per shape what runs."""
-    name = "mosaic_gpu" if reason is None else f"plain JAX: {reason}"
-    logger.info("chunk_scan, %d x %d tokens, %d heads of %d, state %d: %s", *shape, name)
 
 
 def chunk_scan(

@@ -3,7 +3,6 @@ projection's input: cache write and attention over the row's tokens; reference.p
 """
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,6 @@ from pallas_kernels import selection
 from pallas_kernels.decode_attention import reference, typed
 from pallas_kernels.decode_attention.shapes import HEAD_DIM
 from pallas_kernels.errors import Unsupported
-
-logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -59,14 +56,8 @@ def declined(k: jax.Array, *, q_heads: int, dtype: jax.typing.DTypeLike) -> str 
     if reason is None and rows == 0:
         reason = "there is no row"
     reason = reason or selection.fault("decode_attention")
-    _report(k.shape, reason)
+    selection.report(f"decode_attention, cache {k.shape}", reason)
     return reason
-
-
-@functools.cache
-def _report(shape: tuple[int, ...], reason: str | None) -> None:
-    """Say once per shape what runs."""
-    logger.info("decode_attention, cache %s: %s", shape, "mosaic_gpu" if reason is None else f"plain JAX: {reason}")
 
 
 def decode_attention(

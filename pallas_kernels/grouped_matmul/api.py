@@ -1,7 +1,6 @@
 """Public entry: rows sorted by group, in tiles that each belong to one group, times their group's matrix."""
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import selection
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.grouped_matmul import reference
-
-logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -45,15 +42,8 @@ def declined(*, row_tile: int, inputs: int, outputs: int, dtype: jax.typing.DTyp
     """Why a call without `implementation` uses plain JAX in the program that is being traced, or None: the kernel."""
     reason = supported(row_tile=row_tile, inputs=inputs, outputs=outputs, dtype=dtype)
     reason = reason or selection.fault("grouped_matmul")
-    _report(row_tile, inputs, outputs, reason)
+    selection.report(f"grouped_matmul, tiles of {row_tile} rows x {inputs} -> {outputs}", reason)
     return reason
-
-
-@functools.cache
-def _report(row_tile: int, inputs: int, outputs: int, reason: str | None) -> None:
-    """Say once per shape what runs."""
-    what = "mosaic_gpu" if reason is None else f"plain JAX: {reason}"
-    logger.info("grouped_matmul, tiles of %d rows x %d -> %d: %s", row_tile, inputs, outputs, what)
 
 
 def grouped_matmul(

@@ -4,7 +4,6 @@ Convolution with its window, step size, state update, gate and grouped RMSNorm; 
 """
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import selection
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.mamba_step import reference, typed
-
-logger = logging.getLogger(__name__)
 
 IMPLEMENTATIONS = ("reference", "mosaic_gpu")
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
@@ -72,14 +69,8 @@ def declined(
     if reason is None and selection.automatic() and state.size * state.dtype.itemsize > AUTOMATIC_STATE_BYTES:
         reason = f"pays up to {AUTOMATIC_STATE_BYTES >> 20} MiB of state; there are {state.size * state.dtype.itemsize}"
     reason = reason or selection.fault("mamba_step")
-    _report(state.shape, reason)
+    selection.report(f"mamba_step, state {state.shape}", reason)
     return reason
-
-
-@functools.cache
-def _report(shape: tuple[int, ...], reason: str | None) -> None:
-    """Say once per shape what runs."""
-    logger.info("mamba_step, state %s: %s", shape, "mosaic_gpu" if reason is None else f"plain JAX: {reason}")
 
 
 def mamba_step(

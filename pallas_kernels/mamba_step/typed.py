@@ -1,18 +1,8 @@
-"""The kernel as one operation whose results differ over the same mesh axes as its operands.
-
-A kernel that writes into its operands cannot be traced on values that differ over mesh axes under
-`shard_map(check_vma=True)`: Pallas refuses such references. So tracing sees only this operation and its types, and the
-kernel itself is traced, without such types, when the program is lowered.
-"""
-
-import functools
+"""The kernel as one operation to tracing: one_operation.py says why."""
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
-_step = Primitive("mamba_step")
-_step.multiple_results = True
+from pallas_kernels.one_operation import one_operation
 
 
 def mamba_step(operands: list[jax.Array | None], **kwargs) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -21,24 +11,17 @@ def mamba_step(operands: list[jax.Array | None], **kwargs) -> tuple[jax.Array, j
     return tuple(_step.bind(*(x for x in operands if x is not None), present=present, kwargs=tuple(kwargs.items())))
 
 
-@_step.def_abstract_eval
 def _types(zxbcdt, window, state, *rest, present, kwargs):
     del rest, present, kwargs
     rows, heads, head_dim, _ = state.shape
     return [zxbcdt.update(shape=(rows, heads * head_dim)), window, state]
 
 
-@functools.partial(mlir.register_lowering, _step, platform="cuda")
-def _lower(ctx, *operands, present, kwargs):
-    def call(*values):
-        # Imported here: programs that never leave the CPU do not load the kernel compiler.
-        from pallas_kernels.mamba_step import mosaic_gpu
+def _kernel(*operands, present, kwargs):
+    from pallas_kernels.mamba_step import mosaic_gpu
 
-        values = iter(values)
-        return mosaic_gpu.mamba_step(*(next(values) if there else None for there in present), **dict(kwargs))
+    values = iter(operands)
+    return mosaic_gpu.mamba_step(*(next(values) if there else None for there in present), **dict(kwargs))
 
-    def plain(avals):
-        return [jax.core.ShapedArray(aval.shape, aval.dtype) for aval in avals]
 
-    ctx = ctx.replace(avals_in=plain(ctx.avals_in), avals_out=plain(ctx.avals_out))
-    return mlir.lower_fun(jax.jit(call), multiple_results=True)(ctx, *operands)
+_step = one_operation("mamba_step", _types, _kernel)
