@@ -14,7 +14,7 @@ import pytest
 
 import nemotron_jax
 from nemotron_jax import NemotronHConfig, make_mesh, processes
-from nemotron_jax.weights import convert
+from nemotron_jax.weights import convert, gathering
 from nemotron_jax.weights.orbax import OrbaxCheckpoint
 from tests.test_processes import environment, free_port
 from tests.weights_cases import CASES, TRAINED, folder_of
@@ -134,3 +134,13 @@ def test_a_killed_process_leaves_the_saved_folder_whole(tmp_path, count_case):
     convert(tmp_path / "saved", tmp_path / "back")
     assert same_files(tmp_path / "back", tmp_path / "exported")
     count_case()
+
+
+@pytest.mark.parametrize(("shared", "largest"), [("0", 16 << 20), ("1", 64 << 10)])
+def test_messages_are_small_where_processes_share_a_gpu(monkeypatch, shared, largest):
+    """There larger ones have hung."""
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shared)
+    pieces = [(start, stop, buffer.size) for start, stop, buffer in gathering._buffers(20 << 20)]
+    assert {size for _, _, size in pieces} == {largest}
+    assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces[:-1])]
+    assert pieces[-1][1] == 20 << 20 and all(stop - start < size for start, stop, size in pieces)

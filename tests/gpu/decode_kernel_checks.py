@@ -9,7 +9,6 @@ find results that move.
 import argparse
 import faulthandler
 import json
-import statistics
 import time
 
 import jax
@@ -23,6 +22,7 @@ from pallas_kernels import rms_norm, selection
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import shapes as attention_shapes
 from pallas_kernels.mamba_step import mamba_step, shapes
+from tests.gpu.loops import microseconds
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-6}
 LIMIT = (0.001, float("inf"))
@@ -207,29 +207,17 @@ def time_decode_attention(heads, rows, slots, implementation, layers=4, loops=(4
         cache = attention.write(AttentionCache(k, v), new_k, new_v, state)
         return attention.attend(q, cache.k, cache.v, state)[:, 0], cache.k, cache.v
 
-    def program(n):
-        def body(_, carry):
-            qkv, caches = carry
-            new = []
-            for k, v in caches:
-                y, k, v = once(qkv, k, v)
-                qkv = lax.dynamic_update_slice(qkv, y, (0, 0, 0))  # the next call waits for this one
-                new.append((k, v))
-            return qkv, new
+    def body(_, carry):
+        qkv, caches = carry
+        new = []
+        for k, v in caches:
+            y, k, v = once(qkv, k, v)
+            qkv = lax.dynamic_update_slice(qkv, y, (0, 0, 0))  # the next call waits for this one
+            new.append((k, v))
+        return qkv, new
 
-        run = jax.jit(lambda c: lax.fori_loop(0, n, body, c), donate_argnums=0)
-        carry = jax.tree.map(jnp.copy, (qkv, caches))
-        for _ in range(3):
-            carry = jax.block_until_ready(run(carry))
-        seconds = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            carry = jax.block_until_ready(run(carry))
-            seconds.append(time.perf_counter() - begin)
-        return statistics.median(seconds)
-
-    short, long = (program(n) for n in loops)
-    return (long - short) / (loops[1] - loops[0]) / layers * 1e6
+    time_of_all, _ = microseconds(body, (qkv, caches), loops, repeats)
+    return time_of_all / layers
 
 
 def attention_bytes(heads, rows, slots) -> int:
@@ -244,40 +232,28 @@ def time_mamba_step(shape, rows, implementation, layers=8, loops=(4, 20), repeat
     states = [state + 0.01 * i for i in range(layers)]
     windows = [window + 0 * i for i in range(layers)]
 
-    def program(n):
-        def body(_, carry):
-            zx, states, windows = carry
-            new_states, new_windows = [], []
-            for s, w in zip(states, windows, strict=True):
-                y, w, s = mamba_step(
-                    zx,
-                    w,
-                    s,
-                    *rest,
-                    alive,
-                    groups=groups,
-                    eps=1e-5,
-                    time_step_limit=LIMIT,
-                    implementation=implementation,
-                )
-                zx = lax.dynamic_update_slice(zx, y, (0, 0))  # the next call waits for this one
-                new_states.append(s)
-                new_windows.append(w)
-            return zx, new_states, new_windows
+    def body(_, carry):
+        zx, states, windows = carry
+        new_states, new_windows = [], []
+        for s, w in zip(states, windows, strict=True):
+            y, w, s = mamba_step(
+                zx,
+                w,
+                s,
+                *rest,
+                alive,
+                groups=groups,
+                eps=1e-5,
+                time_step_limit=LIMIT,
+                implementation=implementation,
+            )
+            zx = lax.dynamic_update_slice(zx, y, (0, 0))  # the next call waits for this one
+            new_states.append(s)
+            new_windows.append(w)
+        return zx, new_states, new_windows
 
-        run = jax.jit(lambda c: lax.fori_loop(0, n, body, c), donate_argnums=0)
-        carry = jax.tree.map(jnp.copy, (zx, states, windows))
-        for _ in range(3):
-            carry = jax.block_until_ready(run(carry))
-        seconds = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            carry = jax.block_until_ready(run(carry))
-            seconds.append(time.perf_counter() - begin)
-        return statistics.median(seconds)
-
-    short, long = (program(n) for n in loops)
-    return (long - short) / (loops[1] - loops[0]) / layers * 1e6
+    time_of_all, _ = microseconds(body, (zx, states, windows), loops, repeats)
+    return time_of_all / layers
 
 
 def mamba_bytes(shape, rows) -> int:

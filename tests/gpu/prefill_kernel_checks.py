@@ -12,7 +12,6 @@ import argparse
 import faulthandler
 import functools
 import json
-import statistics
 import time
 
 import jax
@@ -22,6 +21,7 @@ from jax import lax
 
 from pallas_kernels.chunk_scan import chunk_scan, mosaic_gpu, shapes
 from tests.gpu.decode_kernel_checks import poison
+from tests.gpu.loops import microseconds
 from tests.pallas_kernels.chunk_scan_cases import error, problem
 
 FORMS = ("reference", "xla", "mosaic_gpu")
@@ -96,27 +96,10 @@ def time_form(name, shape, batch, tokens, loops, repeats=5) -> float:
         dt = lax.dynamic_update_slice(dt, 1e-3 * jnp.abs(y[:, -1:, :heads]), (0, 0, 0))
         return xbc, dt, state
 
-    def seconds(n):
-        if isinstance(call, functools.partial):  # interpreted
-
-            def run(carry):
-                for i in range(n):
-                    carry = body(i, carry)
-                return carry
-        else:
-            run = jax.jit(lambda c: lax.fori_loop(0, n, body, c), donate_argnums=0)
-        carry = jax.tree.map(jnp.copy, (xbc, dt, state))
-        for _ in range(2):
-            carry = jax.block_until_ready(run(carry))
-        found = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            carry = jax.block_until_ready(run(carry))
-            found.append(time.perf_counter() - begin)
-        assert bool(jnp.isfinite(carry[2]).all()), "the loop left numbers that are none"
-        return statistics.median(found)
-
-    return (seconds(loops[1]) - seconds(loops[0])) / (loops[1] - loops[0]) * 1e6
+    interpreted = isinstance(call, functools.partial)
+    found, (_, _, last) = microseconds(body, (xbc, dt, state), loops, repeats, compiled=not interpreted)
+    assert bool(jnp.isfinite(last).all()), "the loop left numbers that are none"
+    return found
 
 
 def floor_us(shape, batch, tokens) -> float:
