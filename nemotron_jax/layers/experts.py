@@ -25,7 +25,8 @@ from pallas_kernels import grouped_matmul as kernel
 BLOCKS_AT_ONCE = 16
 MAX_BLOCK_ROWS = 256
 ROOM_FOR_ALL = 128  # tokens
-# Up to so many choices per expert on average, reading its matrices again for each beats copying them once.
+# Up to so many choices per expert on average, reading its matrices again for each was faster than `blocks`, measured
+# when that still copied them.
 GATHER_CHOICES_PER_EXPERT = 3
 # Where the kernel is switched on: up to here most experts have one choice at most, and gather reads them as often.
 GATHER_CHOICES_PER_EXPERT_BESIDE_KERNEL = 0.5
@@ -71,7 +72,8 @@ def choose(tokens: int, k: int, experts: int, kernel: bool = False, elsewhere: b
     another rank's; for many ``grouped`` where its kernel runs, else ``blocks``.
 
     On one H200 (bfloat16, 128 experts of 1856 x 2688, 6 chosen) gather reads at 2.9 to 3.3 TB/s up to 8 tokens, takes
-    0.25 ms for 8 tokens where blocks takes 0.76, and 1.97 ms for 64 where blocks takes 2.43: scripts/bench_experts.py.
+    0.25 ms for 8 tokens where blocks took 0.76, and 1.97 ms for 64 where it took 2.43 (scripts/bench_experts.py). It
+    copied the matrices then; as it is now it has not been timed.
     """
     few = GATHER_CHOICES_PER_EXPERT_BESIDE_KERNEL if kernel else GATHER_CHOICES_PER_EXPERT
     if tokens * k <= few * experts:
