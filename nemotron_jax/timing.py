@@ -99,19 +99,19 @@ def random_state(model: NemotronH, batch: int, capacity: int, length: int) -> tu
     return jax.jit(fill, out_shardings=shardings, donate_argnums=0)((cache, logits))
 
 
-def decode(
-    model: NemotronH, batch: int, context: int, steps: tuple[int, int] = STEPS, repeats: int = 10
-) -> tuple[Timing, np.ndarray]:
-    """Seconds per greedy step of the generator's own program, and the logits behind the first step (for a check).
+Program = Callable[[int], Callable[[], object]]  # of n steps, a call that waits for its result
 
-    Every timed call starts from ``context`` tokens behind each row and runs the program of ``steps[0]`` steps once, or
-    as often as makes ``steps[1]``, without waiting in between.
+
+def decode_program(model: NemotronH, batch: int, context: int, steps: int, capacity: int) -> tuple[Program, np.ndarray]:
+    """Calls of the generator's own greedy program, and the logits behind the first step (for a check).
+
+    Every call starts from ``context`` tokens behind each row. One of n steps, a multiple of ``steps``, runs the program
+    of ``steps`` steps as often as that takes, without waiting in between.
     """
-    capacity = context + max(steps)
     columns = vocab_columns(model)
     arguments = controls(Sampling(), np.zeros(batch, np.int64), (), columns)
-    run = write_program(model, batch, capacity, steps[0])
-    left = np.full(batch, steps[0], np.int32)
+    run = write_program(model, batch, capacity, steps)
+    left = np.full(batch, steps, np.int32)
     holder = list(random_state(model, batch, capacity, context))
     length = processes.host(holder[0].length)
     # with one token left the same program stops every row after its first step, and keeps the logits behind it
@@ -122,19 +122,26 @@ def decode(
     def program(n):
         def call():
             holder[0] = dataclasses.replace(holder[0], length=jax.device_put(length, holder[0].length.sharding))
-            for _ in range(n // steps[0]):
+            for _ in range(n // steps):
                 cache, logits, _, _ = run(*holder, None, left, arguments)
                 holder[:] = cache, logits
             jax.block_until_ready(holder)
 
         return call
 
-    timing = slope(program, steps, repeats)
-    return timing, first
+    return program, first
 
 
-def prefill(model: NemotronH, batch: int, tokens: int, repeats: int = 5) -> tuple[Timing, np.ndarray]:
-    """Seconds to read ``tokens`` new tokens in each row, logits of the last one only, and these logits."""
+def decode(
+    model: NemotronH, batch: int, context: int, steps: tuple[int, int] = STEPS, repeats: int = 10
+) -> tuple[Timing, np.ndarray]:
+    """Seconds per greedy step, and the logits behind the first one; see `decode_program`."""
+    program, first = decode_program(model, batch, context, steps[0], context + max(steps))
+    return slope(program, steps, repeats), first
+
+
+def prefill_call(model: NemotronH, batch: int, tokens: int) -> Callable[[], jax.Array]:
+    """A call that reads ``tokens`` new tokens in each row and gives the logits of the last ones."""
     run = read_program(model, batch, tokens, tokens)
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, tokens), np.int32)
     ids = jax.device_put(ids)
@@ -144,10 +151,16 @@ def prefill(model: NemotronH, batch: int, tokens: int, repeats: int = 5) -> tupl
     def call():
         zero = jax.device_put(np.zeros(batch, np.int32), holder[0].length.sharding)
         holder[:] = run(ids, new, dataclasses.replace(holder[0], length=zero), holder[1])
-        jax.block_until_ready(holder[1])
+        return jax.block_until_ready(holder[1])
 
+    return call
+
+
+def prefill(model: NemotronH, batch: int, tokens: int, repeats: int = 5) -> tuple[Timing, np.ndarray]:
+    """Seconds to read ``tokens`` new tokens in each row, logits of the last one only, and these logits."""
+    call = prefill_call(model, batch, tokens)
     timing = repeat(call, repeats, warm=2)
-    return timing, np.asarray(processes.host(holder[1]), np.float32)
+    return timing, np.asarray(processes.host(call()), np.float32)
 
 
 def decode_bytes(model: NemotronH, batch: int, context: int) -> int:

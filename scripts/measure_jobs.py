@@ -159,7 +159,10 @@ def bench(
     return Job(name, about, seconds, 1.8 * seconds, command, dry, memory | dict(env or {}))
 
 
+DRY_PROFILE = "--context 16 --steps 2 --tokens 16 --dtype float32"
 FIVE = "--steps 16 80 --repeats 5"
+ATTENTION = "mamba_step,rms_norm,decode_attention"
+GROUPED = "mamba_step,rms_norm,grouped_matmul"
 WHOLE = "{python} tests/gpu/model_checks.py --out {json}"
 CALLS = "scripts/bench_allreduce_rms_norm.py --out {json}"
 DRY_CALLS = "--variants none,psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192"
@@ -168,8 +171,13 @@ ONE_GPU = [
         "kernel_checks", "kernels of a decode step against their references, and their times", 70, 110,
         "{python} -m tests.gpu.decode_kernel_checks --seconds 45 --out {json}", "--help",
     ),
+    Job(
+        "prefill_checks", "the chunk scan's kernel against its reference, and its times", 75, 120,
+        "{python} -m tests.gpu.prefill_kernel_checks --seconds 60 --out {json}", "--small",
+    ),
     bench(
-        "decode_8b", "8B, batch 1, kernels off and on", 85, "decode {8b} --kernels none auto --repeats 8", ceilings=True
+        "decode_8b", "8B, batch 1, kernels off and on", 95,
+        f"decode {{8b}} --kernels none auto {ATTENTION} --repeats 8", ceilings=True,
     ),
     Job(
         "segments_8b", "pieces that the decode step is cut into, kernels off and on", 50, 100,
@@ -184,8 +192,19 @@ ONE_GPU = [
         "grouped_checks", "the experts' matrix product against plain forms", 50, 90,
         "{python} -m tests.gpu.grouped_matmul_checks --seconds 35", "--help",
     ),
-    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 70, f"decode {{nano3}} --kernels none auto {FIVE}"),
-    bench("prefill_8b", "8B, 8k and 32k", 70, "prefill {8b} --tokens 8192 32768 --repeats 5", DRY_PREFILL),
+    Job(
+        "profile_decode_8b", "every kernel of the 8B's decode step, by time", 50, 90,
+        "{python} scripts/kernel_times.py decode {8b} --kernels none auto --out {json}", DRY_PROFILE,
+    ),
+    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none auto {GROUPED} {FIVE}"),
+    bench(
+        "prefill_8b", "8B, 8k and 32k", 80, "prefill {8b} --kernels none chunk_scan --tokens 8192 32768 --repeats 5",
+        DRY_PREFILL,
+    ),
+    Job(
+        "profile_prefill_8b", "every kernel of the 8B's prefill, by time", 40, 80,
+        "{python} scripts/kernel_times.py prefill {8b} --kernels chunk_scan --out {json}", DRY_PROFILE,
+    ),
     bench(
         "decode_8b_batches", "8B, batch 8, 32, 128", 100, f"decode {{8b}} --kernels none auto --batch 8 32 128 {FIVE}"
     ),
@@ -196,7 +215,14 @@ ONE_GPU = [
     ),
     bench("decode_9b", "Nano-9B-v2, batch 1", 55, f"decode {{9b}} --kernels none auto {FIVE}"),
     bench("decode_47b", "47B, batch 1", 80, f"decode {{47b}} --kernels none auto {FIVE}"),
-    bench("prefill_nano3", "Nano-3, 8k", 55, "prefill {nano3} --tokens 8192 --repeats 5", DRY_PREFILL),
+    bench(
+        "prefill_nano3", "Nano-3, 8k", 60,
+        "prefill {nano3} --kernels none chunk_scan chunk_scan,grouped_matmul --tokens 8192 --repeats 5", DRY_PREFILL,
+    ),
+    Job(
+        "profile_nano3", "every kernel of Nano-3's decode step, by time", 50, 90,
+        "{python} scripts/kernel_times.py decode {nano3} --kernels auto --out {json}", DRY_PROFILE,
+    ),
     bench("kernels_8b", "the 8B's operations one by one", 55, "kernels {8b} --batch 1 32 --steps 64 512", DRY_KERNELS),
     Job(
         "experts", "Nano-3's routed experts, every implementation", 60, 100,
