@@ -5,11 +5,12 @@ A program of n steps takes ``a + n * step``: the difference of two lengths remov
 Weights are arguments, states are random, caches are donated, and each timed call is waited for.
 """
 
+import contextlib
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import jax
 import jax.numpy as jnp
@@ -99,11 +100,29 @@ def random_state(model: NemotronH, batch: int, capacity: int, length: int) -> tu
     return jax.jit(fill, out_shardings=shardings, donate_argnums=0)((cache, logits))
 
 
+@contextlib.contextmanager
+def settled_routes(model: NemotronH) -> Generator[None]:
+    """Inside, each router's bias alone says which experts are chosen, some at random in each block.
+
+    Programs that round differently then go the same way, and their logits can be compared: otherwise one token that
+    goes to another expert is as far off as a fault. Scores are in (0, 1), the biases 2 apart.
+    """
+    rng = np.random.default_rng(0)
+    paths = [p.path for p in model.parameters if p.path[-2:] == ("router", "bias")]
+    old = {path: model.parameter(*path) for path in paths}
+    model.replace_weights({path: 2 * rng.permutation(bias.size).astype(bias.dtype) for path, bias in old.items()})
+    try:
+        yield
+    finally:
+        model.replace_weights(old)
+
+
 Program = Callable[[int], Callable[[], object]]  # of n steps, a call that waits for its result
 
 
 def decode_program(model: NemotronH, batch: int, context: int, steps: int, capacity: int) -> tuple[Program, np.ndarray]:
-    """Calls of the generator's own greedy program, and the logits behind the first step (for a check).
+    """Calls of the generator's own greedy program, and the logits behind the first step with `settled_routes` (for a
+    check).
 
     Every call starts from ``context`` tokens behind each row. One of n steps, a multiple of ``steps``, runs the program
     of ``steps`` steps as often as that takes, without waiting in between.
@@ -115,7 +134,8 @@ def decode_program(model: NemotronH, batch: int, context: int, steps: int, capac
     holder = list(random_state(model, batch, capacity, context))
     length = processes.host(holder[0].length)
     # with one token left the same program stops every row after its first step, and keeps the logits behind it
-    cache, logits, _, _ = run(*holder, None, np.ones(batch, np.int32), arguments)
+    with settled_routes(model):
+        cache, logits, _, _ = run(*holder, None, np.ones(batch, np.int32), arguments)
     first = np.asarray(processes.host(logits), np.float32)
     holder[:] = cache, logits
 
@@ -157,10 +177,13 @@ def prefill_call(model: NemotronH, batch: int, tokens: int) -> Callable[[], jax.
 
 
 def prefill(model: NemotronH, batch: int, tokens: int, repeats: int = 5) -> tuple[Timing, np.ndarray]:
-    """Seconds to read ``tokens`` new tokens in each row, logits of the last one only, and these logits."""
+    """Seconds to read ``tokens`` new tokens in each row, logits of the last one only, and these logits with
+    `settled_routes`.
+    """
     call = prefill_call(model, batch, tokens)
     timing = repeat(call, repeats, warm=2)
-    return timing, np.asarray(processes.host(call()), np.float32)
+    with settled_routes(model):
+        return timing, np.asarray(processes.host(call()), np.float32)
 
 
 def decode_bytes(model: NemotronH, batch: int, context: int) -> int:

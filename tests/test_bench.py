@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nemotron_jax import NemotronHConfig, cli, kernel_timing, make_mesh, timing
+from nemotron_jax import NemotronHConfig, cli, kernel_timing, load, make_mesh, timing
+from nemotron_jax.layers.router import route
 from tests import tiny
 from tests.conftest import TINY
 
@@ -123,3 +124,22 @@ def test_projections_are_those_of_the_pattern():
     assert set(found) == {"head", "in_proj", "out_proj", "up", "down"}
     inner, groups = 16 * 6, 8 * 10
     assert found["in_proj"] == f"3 x 40 by {2 * inner + 2 * groups + 16}"
+
+
+def test_settled_routes_do_not_depend_on_rounding(count_case):
+    """What a timing is checked by goes by routes that no rounding moves; afterwards the model is as before."""
+    model = load(str(TINY / "moe_nano" / "hf"), mesh=make_mesh(2))
+    paths = [p.path for p in model.parameters if p.path[-1] == "bias" and "router" in p.path]
+    before = [np.asarray(model.parameter(*path)) for path in paths]
+    rng = np.random.default_rng(0)
+    chosen = set()
+    with timing.settled_routes(model):
+        for path in paths:
+            bias = model.parameter(*path)
+            scores = rng.normal(size=(64, bias.size), scale=8.0).astype(np.float32)
+            picked = np.sort(np.asarray(route(jnp.asarray(scores), bias, k=2)[0]), -1)
+            assert (picked == picked[0]).all()
+            chosen.add(tuple(picked[0]))
+            count_case()
+    assert len(chosen) > 1, "the same experts in every block"
+    assert all((np.asarray(model.parameter(*path)) == old).all() for path, old in zip(paths, before, strict=True))

@@ -16,10 +16,12 @@ def grouped_matmul(
         number, rows, group = tile
         y = lax.dot_general(
             rows, matrices[group], (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-        ).astype(x.dtype)
+        )
         if squared_relu:
-            y = jnp.square(jnp.maximum(y.astype(jnp.float32), 0.0)).astype(x.dtype)
-        return jnp.where(number < used[0], y, 0)
+            # not a cast there and back, which XLA leaves out
+            y = lax.reduce_precision(y, jnp.finfo(x.dtype).nexp, jnp.finfo(x.dtype).nmant)
+            y = jnp.square(jnp.maximum(y, 0.0))
+        return jnp.where(number < used[0], y.astype(x.dtype), 0)
 
     tiles = tile_group.shape[0]
     y = lax.map(one, (jnp.arange(tiles), x.reshape(tiles, -1, x.shape[1]), tile_group))
