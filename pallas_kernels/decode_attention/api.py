@@ -17,6 +17,7 @@ IMPLEMENTATIONS = ("reference", "mosaic_gpu")
 FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 MOST_QUERIES = 64  # of a KV head: rows of one matrix product
 FEWEST_SLOTS = 64
+SLOT_TILE = 8  # a copy takes slots in tiles of so many, and must find a whole number of them
 
 
 def supported(
@@ -35,6 +36,8 @@ def supported(
         return f"needs at most {MOST_QUERIES} query heads for each KV head; there are {q_heads} for {kv_heads}"
     if slots < FEWEST_SLOTS:
         return f"needs a cache of at least {FEWEST_SLOTS} slots; it has {slots}"
+    if slots % SLOT_TILE:
+        return f"needs a cache whose slots are a multiple of {SLOT_TILE}; it has {slots}"
     if jnp.dtype(dtype) not in FLOATS:
         return f"needs bfloat16 or float16; activations are {jnp.dtype(dtype)}"
     if jnp.dtype(dtype) != jnp.dtype(cache_dtype):

@@ -11,7 +11,8 @@ behind the filled ones, so no block uses it from the cache, and the write races 
 
 A tile's slots behind the row's end may hold anything. Their scores are replaced, and their values, which are multiplied
 by weights of zero, become zeros in shared memory first. Where the cache is no whole number of tiles the last tile is
-moved back to end with it, and leaves out what the tile before has.
+moved back to end with it, and leaves out what the tile before has; copies start at multiples of 8 slots, so the cache
+must end with one (`api.supported`).
 
 One warpgroup per block: in jax several would share the scratch memory of a reduction. 98 KiB of shared memory and some
 190 registers a thread let two blocks run on a multiprocessor.

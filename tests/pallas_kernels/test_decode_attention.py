@@ -40,7 +40,7 @@ def same_bits(a, b):
     return np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-LENGTHS = {100: (64, 0, 37, 100), 200: (199, 128, 1, 200), 64: (63, 0, 5, 64)}
+LENGTHS = {104: (64, 0, 37, 104), 200: (199, 128, 1, 200), 64: (63, 0, 5, 64)}
 
 
 @pytest.mark.parametrize("slots", LENGTHS)
@@ -82,7 +82,7 @@ def test_reference_is_the_layer(valid, count_case, monkeypatch):
 
 INTERPRETED = [
     ((8, 2), 200, "bfloat16", (1, 1, 1, 1), 3),  # 5, 4, 1 and 5 tiles for 3 splits; the last one is moved back
-    ((5, 1), 100, "bfloat16", (1, 0, 0, 1), 2),
+    ((5, 1), 104, "bfloat16", (1, 0, 0, 1), 2),
     ((16, 1), 64, "float16", None, 1),
 ]
 
@@ -104,9 +104,9 @@ def test_kernel_in_the_interpreter(heads, slots, dtype, alive, splits, count_cas
 
 def test_what_lies_behind_a_row_does_not_matter(count_case):
     """To the bit. Empty slots hold NaN, numbers that would drown all others, or zeros."""
-    operands = attention_problem(2, (4, 1), 100, (37, 70), "bfloat16", (1, 0))
+    operands = attention_problem(2, (4, 1), 104, (37, 70), "bfloat16", (1, 0))
     qkv, k, v, length, alive = operands
-    empty = (jnp.arange(100) >= length[:, None])[:, :, None, None]
+    empty = (jnp.arange(104) >= length[:, None])[:, :, None, None]
     results = []
     for junk in (jnp.nan, 1e30, 0.0):
         k, v = (jnp.where(empty, junk, x).astype(x.dtype) for x in (k, v))
@@ -145,6 +145,17 @@ def test_lowers_to_two_launches_that_keep_the_cache(name, rows, slots, count_cas
     count_case()
 
 
+@pytest.mark.parametrize("slots", [4100, 777, 130, 4104, 776, 136])
+def test_any_capacity_is_lowered_or_refused(slots, count_case):
+    """The interpreter copies what the GPU's copies refuse, so only lowering shows what works."""
+    if slots % 8:
+        with pytest.raises(Unsupported, match=f"multiple of 8; it has {slots}"):
+            lowered((32, 2), 3, slots)
+    else:
+        assert lowered((32, 2), 3, slots).count("mosaic_gpu_v2") == 2
+    count_case()
+
+
 def test_lowers_beyond_two_to_the_31_elements(count_case):
     assert 40 * 70_000 * 8 * 128 > 2**31
     assert lowered((32, 8), 40, 70_000).count("mosaic_gpu_v2") == 2
@@ -167,6 +178,7 @@ def test_what_shapes_the_kernel_serves():
         (dict(head_dim=64), "head_dim"),
         (dict(q_heads=130, kv_heads=2), "query heads"),
         (dict(slots=63), "64 slots"),
+        (dict(slots=4100), "multiple of 8"),
         (dict(dtype="float32", cache_dtype="float32"), "activations are float32"),
         (dict(cache_dtype="float16"), "cache"),
     ]:
