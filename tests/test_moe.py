@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import nemotron_jax
 from nemotron_jax import NemotronH, NemotronHConfig, ShardingRules, make_mesh
@@ -22,7 +23,7 @@ from nemotron_jax.layers.experts import (
     room_per_expert,
     rows_read,
 )
-from nemotron_jax.layers.router import describe, route
+from nemotron_jax.layers.router import MAX_COMPARISONS, describe, largest, route
 from nemotron_jax.shapes import checkpoint_shapes
 from tests import tiny
 from tests.conftest import DATA, TINY
@@ -350,6 +351,21 @@ def test_equal_scores_go_to_the_lower_index(count_case):
     chosen, _, gap = describe(*route(logits, jnp.zeros(8), k=3))
     assert chosen.tolist() == [[0, 1, 2], [0, 2, 4], [0, 3, 7]]
     assert gap.tolist() == [0.0, 0.0, 0.0]
+    count_case()
+
+
+@pytest.mark.parametrize("experts, k, tokens", [(128, 6, 1), (128, 6, 64), (512, 22, 3), (512, 22, 5), (8, 8, 2)])
+def test_comparing_each_with_each_is_top_k(experts, k, tokens, count_case):
+    """Few tokens are compared, many sorted; ties, infinities and NaN go the same way."""
+    rng = np.random.default_rng(experts + tokens)
+    choice = rng.integers(-9, 9, (tokens, experts)).astype(np.float32) / 4
+    choice[0, 1], choice[-1, 2], choice[-1, 4] = np.nan, np.inf, -np.inf
+    scores = rng.random((tokens, experts)).astype(np.float32)
+    chosen, weights = jax.jit(largest, static_argnums=2)(choice, scores, k)
+    expected = np.asarray(lax.top_k(jnp.asarray(choice), k)[1])
+    assert np.array_equal(chosen, expected)
+    assert np.array_equal(weights, np.take_along_axis(scores, expected, -1))
+    assert (tokens * experts**2 > MAX_COMPARISONS) == ((experts, tokens) == (512, 5))
     count_case()
 
 
