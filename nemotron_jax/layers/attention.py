@@ -9,7 +9,7 @@ from nemotron_jax.cache import AttentionCache, Rows
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import dot_precision, project, weight
 from nemotron_jax.sharding import Axis, Layout, Section, cut_rows
-from pallas_kernels import decode_attention
+from pallas_kernels import decode_attention, prefill_attention
 
 # Scores of one block of queries are held in float32; queries are taken in blocks so that they stay below this many
 # entries.
@@ -53,12 +53,21 @@ class Attention(nnx.Module):
             if cache is not None:
                 cache = write(cache, k, v, rows)
                 k, v = cache.k, cache.v
-            y = attend(q, k, v, rows)
+            if self.prefill_fault(t, x.dtype, k) is None:
+                y = prefill_attention.prefill_attention(
+                    qkv, k, v, rows.start, rows.new, q_heads=self.q_heads, clean=rows.clean
+                )
+            else:
+                y = attend(q, k, v, rows)
         return project(y.reshape(b, t, self.q_heads * self.head_dim), self.out[...]), cache
 
     def kernel_fault(self, dtype, cache: AttentionCache) -> str | None:
         """Why a decode step does not run as one operation in the program being traced, or None."""
         return decode_attention.declined(cache.k, q_heads=self.q_heads, dtype=dtype)
+
+    def prefill_fault(self, tokens: int, dtype, k: jax.Array) -> str | None:
+        """Why many tokens do not attend in a kernel in the program being traced, or None."""
+        return prefill_attention.declined(k, tokens=tokens, q_heads=self.q_heads, dtype=dtype)
 
 
 def write(cache: AttentionCache, k: jax.Array, v: jax.Array, rows: Rows) -> AttentionCache:
