@@ -16,7 +16,16 @@ import jax
 
 logger = logging.getLogger(__name__)
 
-NAMES = ("mamba_step", "rms_norm", "grouped_matmul", "decode_attention", "prefill_attention", "chunk_scan")
+NAMES = (
+    "mamba_step",
+    "rms_norm",
+    "grouped_matmul",
+    "decode_attention",
+    "prefill_attention",
+    "chunk_scan",
+    "causal_conv",
+    "gated_norm",
+)
 AUTO = ("mamba_step", "rms_norm")  # those that were measured to pay
 VARIABLE = "PALLAS_KERNELS"
 # "auto" once the kernels that ship have passed tests/gpu/decode_kernel_checks.py: they were rewritten after its last

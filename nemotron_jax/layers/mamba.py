@@ -2,7 +2,7 @@
 
 Letters (glossary in model.py): b batch, t tokens, m heads, p head_dim, g groups, r heads of a group, e state size.
 State of a head: S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T, output y_t = S_t C_t + D x_t. Many tokens go through
-pallas_kernels/chunk_scan.
+pallas_kernels/chunk_scan, and what is around it through pallas_kernels/causal_conv and gated_norm.
 """
 
 import jax
@@ -15,7 +15,8 @@ from nemotron_jax.cache import MambaCache, Rows
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import project, weight
 from nemotron_jax.sharding import Axis, Layout, Section, cut_rows, rank, row_parallel_bias, sum_over
-from pallas_kernels import mamba_step
+from pallas_kernels import causal_conv as convolution
+from pallas_kernels import gated_norm, mamba_step
 from pallas_kernels.chunk_scan import chunk_scan
 
 
@@ -84,14 +85,11 @@ class Mamba(nnx.Module):
         zxbcdt = project(u, self.in_proj[...], None if self.in_bias is None else self.in_bias[...])
         if t == 1 and cache is not None and self.kernel_fault(u.dtype, cache) is None:
             return self.one_token(zxbcdt[:, 0], cache, rows)
-        z, xbc, dt = jnp.split(zxbcdt, (inner, 2 * inner + 2 * g * e), axis=-1)
-
         window = None if cache is None else cache.conv
         with jax.named_scope("conv"):
-            xbc, conv = causal_conv(
-                xbc, self.conv[...], None if self.conv_bias is None else self.conv_bias[...], window, rows
-            )
-        dt = self.time_step(dt, rows)
+            conv_bias = None if self.conv_bias is None else self.conv_bias[...]
+            xbc, conv = causal_conv(zxbcdt, self.conv[...], conv_bias, window, rows, start=inner)
+        dt = self.time_step(zxbcdt[..., 2 * inner + 2 * g * e :], rows)
         a, d = -jnp.exp(self.A_log[...]), self.D[...]
         state = None if cache is None else cache.ssm
         with jax.named_scope("ssm"):
@@ -105,7 +103,7 @@ class Mamba(nnx.Module):
                 one_by_one = every_step if rows.every else step
                 y, state = one_by_one(x, dt, a, b_in, c_in, d, state)
         with jax.named_scope("gated_norm"):
-            y = self.gated_norm(y.reshape(b, t, inner), z).astype(u.dtype)
+            y = self.gated_norm(y.reshape(b, t, inner), zxbcdt)
         dtype = jnp.float32 if cache is None else cache.ssm.dtype
         behind = (b, t) if rows.every else (b,)
         new = MambaCache(conv, state.reshape(*behind, m, p, e).astype(dtype))
@@ -150,46 +148,45 @@ class Mamba(nnx.Module):
         return dt if rows.valid is None else jnp.where(rows.valid[..., None], dt, 0.0)
 
     def gated_norm(
-        self, y: Float[Array, "batch tokens inner"], z: Float[Array, "batch tokens inner"]
+        self, y: Float[Array, "batch tokens inner"], zxbcdt: Float[Array, "batch tokens packed"]
     ) -> Float[Array, "batch tokens inner"]:
-        """RMSNorm over each group of y * silu(z), times the weight; in float32, returned in float32."""
-        y = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
-        grouped = y.reshape(*y.shape[:-1], self.groups, y.shape[-1] // self.groups)
-        squares = jnp.sum(jnp.square(grouped), -1, keepdims=True)
-        if (
-            self.ranks_per_group > 1
-        ):  # my part of one group's sum goes into that group's place; then every rank takes its own
-            mine = rank(self.axis) // self.ranks_per_group
-            place = jax.nn.one_hot(mine, self.all_groups, dtype=jnp.float32)
-            squares = sum_over(squares[..., 0] * place, self.axis)
-            squares = lax.dynamic_slice_in_dim(squares, mine, 1, axis=-1)[..., None]
-        scale = lax.rsqrt(squares / self.norm_group + self.eps)
-        return (grouped * scale).reshape(y.shape) * self.norm[...]
+        """RMSNorm over each group of y * silu(z), times the weight; in float32, returned in the dtype of zxbcdt."""
+        if self.ranks_per_group == 1:
+            which = None if y.shape[1] > 1 else "reference"
+            return gated_norm.gated_norm(
+                y, zxbcdt, self.norm[...], groups=self.groups, eps=self.eps, implementation=which
+            )
+        y = y.astype(jnp.float32) * jax.nn.silu(zxbcdt[..., : y.shape[-1]].astype(jnp.float32))
+        # My part of the group's sum goes into that group's place; then every rank takes its own.
+        mine = rank(self.axis) // self.ranks_per_group
+        place = jax.nn.one_hot(mine, self.all_groups, dtype=jnp.float32)
+        squares = sum_over(jnp.sum(jnp.square(y), -1, keepdims=True) * place, self.axis)
+        squares = lax.dynamic_slice_in_dim(squares, mine, 1, axis=-1)
+        return (y * lax.rsqrt(squares / self.norm_group + self.eps) * self.norm[...]).astype(zxbcdt.dtype)
 
 
 def causal_conv(
-    x: jax.Array, w: jax.Array, bias: jax.Array | None, window: jax.Array | None, rows: Rows
+    packed: jax.Array, w: jax.Array, bias: jax.Array | None, window: jax.Array | None, rows: Rows, *, start: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """silu(depthwise causal convolution), accumulated in float32; the last tap multiplies the current token.
 
     Args:
-      x: [batch, tokens, channels] raw inputs.
+      packed: [batch, tokens, columns]; the raw inputs are its columns from ``start`` on.
       w: [channels, 1, kernel].
-      window: [batch, kernel - 1, channels] raw inputs before x (None: zeros).
+      window: [batch, kernel - 1, channels] raw inputs before them (None: zeros).
 
     Returns:
-      ([batch, tokens, channels] in x's dtype, the window behind the last real token of each row; with ``rows.every``
-      [batch, tokens, kernel - 1, channels], behind each token).
+      ([batch, tokens, channels] in the dtype of packed, the window behind the last real token of each row; with
+      ``rows.every`` [batch, tokens, kernel - 1, channels], behind each token).
     """
-    b, t, channels = x.shape
-    kernel = w.shape[-1]
+    b, t, _ = packed.shape
+    channels, _, kernel = w.shape
+    which = None if t > 1 and not rows.every else "reference"
+    y = convolution.causal_conv(packed, w, bias, window, start=start, implementation=which)
+    x = packed[..., start : start + channels]
     if window is None:
         window = jnp.zeros((b, kernel - 1, channels), x.dtype)
     window = window.astype(x.dtype)
-    taps = w[:, 0].astype(jnp.float32)
-    y = sum(v.astype(jnp.float32) * taps[:, k] for k, v in enumerate(shifted(x, window)))
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
     past = kernel - 1
     if rows.every:
         inputs = jnp.concatenate([window, x], 1)
@@ -200,25 +197,7 @@ def causal_conv(
         window = last(jnp.concatenate([window, x[:, :past]], 1), rows.new, past)
         if t > past:  # rows of many new tokens have nothing of the old window
             window = jnp.where((rows.new > past)[:, None, None], last(x, rows.new - past, past), window)
-    return jax.nn.silu(y).astype(x.dtype), window
-
-
-def shifted(x: jax.Array, window: jax.Array) -> list[jax.Array]:
-    """The inputs of each tap, [batch, tokens, channels]: x, preceded by window and cut, for the last tap x itself.
-
-    Many tokens are padded and not concatenated: XLA writes a concatenation of which several parts are read to memory,
-    and computes paddings where they are read. Of the two that are added one is 0 everywhere.
-    """
-    t, past = x.shape[1], window.shape[1]
-    if t < past:
-        inputs = jnp.concatenate([window, x], 1)
-        return [inputs[:, k : k + t] for k in range(past + 1)]
-
-    def padded(v, before, behind):
-        return jnp.pad(v, ((0, 0), (before, behind), (0, 0)))
-
-    found = [padded(window[:, k:], 0, t - past + k) + padded(x[:, : t - past + k], past - k, 0) for k in range(past)]
-    return [*found, x]
+    return y, window
 
 
 def last(inputs: jax.Array, start: jax.Array, count: int) -> jax.Array:
