@@ -20,9 +20,11 @@ def supported(
     *, batch: int, tokens: int, channels: int, columns: int, start: int, taps: int, dtype: jax.typing.DTypeLike
 ) -> str | None:
     """Why the kernel cannot serve these shapes, or None. The device is another question: `selection.fault`."""
-    del columns, start  # they decide how wide the accesses are
+    del start  # it decides how wide the accesses are
     if jnp.dtype(dtype) not in FLOATS:
         return f"needs bfloat16, float16 or float32; activations are {jnp.dtype(dtype)}"
+    if columns * jnp.dtype(dtype).itemsize % 16:
+        return f"needs packed rows of a multiple of 16 bytes; they have {columns} columns"
     if not 2 <= taps <= MOST_TAPS:
         return f"needs 2 to {MOST_TAPS} taps; there are {taps}"
     if channels < FEWEST_CHANNELS:

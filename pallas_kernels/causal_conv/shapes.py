@@ -8,6 +8,6 @@ SHAPES = {
     "nemotron-3-nano-30b-a3b": (4096, 6144, 10304),
     "nemotron-h-56b": (16384, 20480, 37120),
     "nemotron-h-8b, 8 ranks": (1024, 1280, 2320),
-    "nemotron-3-nano-4b, 8 ranks": (960, 1216, 2188),
+    "nemotron-3-nano-4b, 4 ranks": (1920, 2432, 4376),
 }
 TAPS = 4
