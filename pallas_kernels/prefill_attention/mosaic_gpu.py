@@ -3,9 +3,9 @@
 A block has 128 queries of one head: two warpgroups with 64 each, and a third that fetches keys and values with TMA in
 tiles of 128 slots, as far ahead as shared memory has room. Each of the two walks over the row's tiles with an online
 softmax in float32, in units of log 2. Tiles that all its queries see need no mask; those that none sees are not
-fetched; between them lie one or two. The softmax of one warpgroup hides behind the products of the other, and with
-`overlap` also behind its own: the scores of a tile are asked for before the weights of the tile before meet their
-values.
+fetched; between them lie one or two. The softmax of one warpgroup hides behind the products of the other: with `turns`
+they see to it that one computes while the other multiplies. With `overlap` it hides behind its own products too: those
+of a tile's weights and values run while the next tile's scores become weights.
 
 Blocks that run at the same time belong to the same KV head as far as possible: they find its keys and values in the
 second-level cache. Of a head the last queries, which see most, come first, so that what ends last is short.
@@ -41,12 +41,14 @@ class Tiling:
     Attributes:
         slots: of a tile, a multiple of 64.
         stages: tiles in shared memory at a time.
+        turns: the warpgroups multiply in turns.
         overlap: ask for a tile's scores before the tile before is through.
     """
 
     slots: int = 128
     stages: int = 2
-    overlap: bool = False
+    turns: bool = False
+    overlap: bool = True
 
 
 def along(value: jax.Array, shape: tuple[int, int], axis: int = 0) -> jax.Array:
@@ -90,7 +92,22 @@ def prefill_attention(
     scale = d**-0.5 * math.log2(math.e)
 
     def kernel(
-        q_ref, k_ref, v_ref, start_ref, new_ref, y_ref, *, q_smem, k_smem, v_smem, asked, k_full, v_full, k_free, v_free
+        q_ref,
+        k_ref,
+        v_ref,
+        start_ref,
+        new_ref,
+        y_ref,
+        *,
+        q_smem,
+        k_smem,
+        v_smem,
+        asked,
+        k_full,
+        v_full,
+        k_free,
+        v_free,
+        turned,
     ):
         warpgroup = lax.axis_index("warpgroup")
         rest, member = split(lax.axis_index("block"), group)
@@ -105,7 +122,8 @@ def prefill_attention(
             last = jnp.minimum(first + QUERIES, real)
             every = lax.div(jnp.minimum(old + last, end) + (how.slots - 1), jnp.int32(how.slots))
             whole = lax.div(jnp.minimum(old + first + 1, end), jnp.int32(how.slots))
-            return whole, jnp.where(first < real, every, 0)
+            # The first tile of an overlapping walk lies outside the loop.
+            return whole, jnp.where(first < real, every, int(how.overlap))
 
         fetched = seen_tiles(block_first)[1]
         for i in range(1, WARPGROUPS):
@@ -150,6 +168,12 @@ def prefill_attention(
                 plgpu.copy_gmem_to_smem(q_ref.at[row, span, columns], mine, asked.at[warpgroup])
                 plgpu.barrier_wait(asked.at[warpgroup])
 
+            def turn():
+                """Whoever multiplies goes on to compute when the other one is done with that."""
+                if how.turns:
+                    plgpu.barrier_arrive(turned)
+                    plgpu.barrier_wait(turned)
+
             def softmax(score, i, largest, total, masked: bool):
                 """(weights, what earlier sums shrink by, largest, total)."""
                 if masked:
@@ -159,44 +183,115 @@ def prefill_attention(
                 before, largest = largest, jnp.maximum(largest, jnp.max(score, axis=1) * jnp.float32(scale))
                 shrink = jnp.exp2(before - largest)
                 weight = jnp.exp2(score * jnp.float32(scale) - along(largest, square))
-                return weight.astype(dtype), shrink, largest, total * shrink + jnp.sum(weight, axis=1)
+                return weight, shrink, largest, total * shrink + jnp.sum(weight, axis=1)
+
+            def slot_of(i):
+                return lax.rem(i, jnp.int32(how.stages))
 
             def one_tile(masked: bool):
                 def step(i, carry):
                     acc, largest, total = carry
-                    slot = lax.rem(i, jnp.int32(how.stages))
+                    slot = slot_of(i)
                     plgpu.barrier_wait(k_full.at[slot])
 
                     def read_keys(score):
                         plgpu.wgmma(score, mine, k_smem.at[slot].transpose((1, 0)))
+                        turn()
                         return score[...]
 
                     score = pl.run_scoped(read_keys, plgpu.ACC(square, jnp.float32))
                     plgpu.barrier_arrive(k_free.at[slot])
                     weight, shrink, largest, total = softmax(score, i, largest, total, masked)
+                    acc = acc * along(shrink, wide)
                     plgpu.barrier_wait(v_full.at[slot])
+                    turn()
 
                     def read_values(acc):
-                        plgpu.wgmma(acc, weight, v_smem.at[slot])
+                        plgpu.wgmma(acc, weight.astype(dtype), v_smem.at[slot])
 
-                    acc = pl.run_state(read_values)(plgpu.ACC.init(acc * along(shrink, wide)))
+                    acc = pl.run_state(read_values)(plgpu.ACC.init(acc))
                     plgpu.barrier_arrive(v_free.at[slot])
                     return acc, largest, total
 
                 return step
 
-            carry = filled(wide, 0, MATRIX), filled((QUERIES,), NOTHING, ROW), filled((QUERIES,), 0, ROW)
-            carry = lax.fori_loop(jnp.int32(0), whole, one_tile(False), carry)
-            acc, _, total = lax.fori_loop(whole, every, one_tile(True), carry)
+            def overlapping_tile(masked: bool):
+                """Scores of tile i beside the values of the tile before, whose weights are in the carry."""
+
+                def step(i, carry):
+                    acc, weight, largest, total = carry
+                    slot, before = slot_of(i), slot_of(i - 1)
+                    plgpu.barrier_wait(k_full.at[slot])
+                    plgpu.barrier_wait(v_full.at[before])
+                    turn()
+
+                    def products(refs):
+                        acc, new_weight, largest, total, shrink = refs
+
+                        def both(score):
+                            plgpu.wgmma(score, mine, k_smem.at[slot].transpose((1, 0)))
+                            plgpu.wgmma(acc, weight, v_smem.at[before])
+                            scores = plgpu.wgmma_accumulator_load(score, wait_n=1)
+                            plgpu.barrier_arrive(k_free.at[slot])
+                            turn()
+                            new_weight[...], shrink[...], largest[...], total[...] = softmax(
+                                scores, i, largest[...], total[...], masked
+                            )
+
+                        pl.run_scoped(both, plgpu.ACC(square, jnp.float32))
+
+                    refs = (plgpu.ACC.init(acc), filled(square, 0, MATRIX), largest, total, filled((QUERIES,), 0, ROW))
+                    acc, new_weight, largest, total, shrink = pl.run_state(products)(refs)
+                    # The compiler lets products run on only where nothing writes what a later one reads: the weights
+                    # are rounded behind the products.
+                    acc, new_weight = lax.optimization_barrier((acc, new_weight))
+                    plgpu.barrier_arrive(v_free.at[before])
+                    return acc * along(shrink, wide), new_weight.astype(dtype), largest, total
+
+                return step
+
+            acc, largest, total = filled(wide, 0, MATRIX), filled((QUERIES,), NOTHING, ROW), filled((QUERIES,), 0, ROW)
+            pl.when(warpgroup > 0)(turn)
+            if how.overlap:
+                plgpu.barrier_wait(k_full.at[0])
+                turn()
+
+                def read_first_keys(score):
+                    plgpu.wgmma(score, mine, k_smem.at[0].transpose((1, 0)))
+                    return score[...]
+
+                score = pl.run_scoped(read_first_keys, plgpu.ACC(square, jnp.float32))
+                plgpu.barrier_arrive(k_free.at[0])
+                turn()
+                weight, _, largest, total = softmax(score, 0, largest, total, True)
+                carry = acc, weight.astype(dtype), largest, total
+                carry = lax.fori_loop(jnp.int32(1), whole, overlapping_tile(False), carry)
+                carry = lax.fori_loop(jnp.maximum(whole, 1), every, overlapping_tile(True), carry)
+                acc, weight, _, total = carry
+                last = slot_of(every - 1)
+                plgpu.barrier_wait(v_full.at[last])
+
+                def read_last_values(acc):
+                    plgpu.wgmma(acc, weight, v_smem.at[last])
+
+                acc = pl.run_state(read_last_values)(plgpu.ACC.init(acc))
+                plgpu.barrier_arrive(v_free.at[last])
+            else:
+                carry = acc, largest, total
+                carry = lax.fori_loop(jnp.int32(0), whole, one_tile(False), carry)
+                acc, _, total = lax.fori_loop(whole, every, one_tile(True), carry)
 
             @pl.loop(every, fetched)
             def leave(i):
-                slot = lax.rem(i, jnp.int32(how.stages))
+                slot = slot_of(i)
+                turn()
+                turn()
                 plgpu.barrier_wait(k_full.at[slot])
                 plgpu.barrier_arrive(k_free.at[slot])
                 plgpu.barrier_wait(v_full.at[slot])
                 plgpu.barrier_arrive(v_free.at[slot])
 
+            pl.when(warpgroup == 0)(turn)
             token = plgpu.broadcasted_iota(jnp.int32, wide, 0, layout=MATRIX) + first
             y = jnp.where(token < real, acc * along(1 / total, wide), jnp.float32(0))
 
@@ -222,6 +317,7 @@ def prefill_attention(
             v_full=plgpu.Barrier(num_barriers=how.stages),
             k_free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=how.stages),
             v_free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=how.stages),
+            turned=plgpu.Barrier(num_arrivals=WARPGROUPS),
         ),
         grid=(rows * q_heads * tiles,),
         grid_names=("block",),

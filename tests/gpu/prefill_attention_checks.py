@@ -28,7 +28,13 @@ from tests.gpu.loops import microseconds
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3}  # weights are rounded once and the result once
 PART_BOUND = {"bfloat16": 8e-3, "float16": 2e-3}  # over one head, or 64 queries of a row
 SPAN = 64
-TILINGS = {"kernel": mosaic_gpu.Tiling()}
+TILINGS = {
+    "kernel": mosaic_gpu.Tiling(),
+    "turns": mosaic_gpu.Tiling(turns=True),
+    "3 stages": mosaic_gpu.Tiling(stages=3),
+    "no overlap": mosaic_gpu.Tiling(overlap=False),
+    "no overlap, turns": mosaic_gpu.Tiling(overlap=False, turns=True),
+}
 
 
 def problem(seed, heads, tokens, slots, start, new, dtype="bfloat16", head_dim=128):
@@ -246,17 +252,21 @@ def main() -> None:
             return f"FAILED {type(e).__name__} {str(e)[:200]}"
 
     # Half of the time is for timings, whatever the checks take.
-    for seed, (heads, tokens, slots, start, new, options) in enumerate(cases(args.small)):
-        if late(0.5):
-            say({"left out": f"checks from {heads}, {tokens} tokens, {slots} slots on"})
-            break
-        for name in TILINGS:
+    def check_all(name):
+        for seed, (heads, tokens, slots, start, new, options) in enumerate(cases(args.small)):
+            if late(0.5):
+                say({"left out": f"checks of {name!r} from {heads}, {tokens} tokens, {slots} slots on"})
+                return
             found = tried(name, check, seed, name, heads, tokens, slots, start, new, **options)
             say({"check": name, "heads": heads, "tokens": tokens, "slots": slots, "start": start, "error": found})
-    if not args.small and not late(0.5):
-        found = tried("kernel", check_beyond_32_bits)
-        say({"check": "kernel", "cache": "beyond 2 ** 31 elements", "error": found})
-    names = ("xla", *TILINGS)
+
+    tilings = ("kernel",) if args.small else tuple(TILINGS)
+    for name in tilings:
+        check_all(name)
+        if name == "kernel" and not args.small and not late(0.5):
+            found = tried("kernel", check_beyond_32_bits)
+            say({"check": "kernel", "cache": "beyond 2 ** 31 elements", "error": found})
+    names = ("xla", *tilings)
     table = ["| heads | tokens at start | " + " | ".join(f"{n} us | {n} TFLOP/s" for n in names) + " |"]
     table.append("|" + "---|" * (2 + 2 * len(names)))
     for shape, tokens, start in timed(args.small):
@@ -268,9 +278,11 @@ def main() -> None:
         for name in names:
             if name in failed:
                 found = "failed before"
+            elif late(1):
+                found = "no time left"
             else:
-                loops = (1, 2) if args.small else (1, 4) if name == "xla" else (3, 15)
-                found = tried(name, time_form, name, heads, tokens, start, loops, 2 if args.small else 4)
+                loops = (0, 1) if args.small else (1, 4) if name == "xla" else (3, 15)
+                found = tried(name, time_form, name, heads, tokens, start, loops, 1 if args.small else 4)
             rate = flop(heads, tokens, start) / found / 1e6 if isinstance(found, float) else 0.0
             say({"time": name, "heads": heads, "tokens": tokens, "start": start, "us": found, "tflop_per_s": rate})
             cells += [f"{found:.0f}" if isinstance(found, float) else found, f"{rate:.0f}"]

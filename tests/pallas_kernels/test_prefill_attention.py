@@ -75,7 +75,10 @@ INTERPRETED = [  # heads, tokens, slots, start, new, dtype, head_dim
 ]
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
+FORMS = ["kernel", *(pytest.param(name, marks=pytest.mark.full) for name in TILINGS if name != "kernel")]
+
+
+@pytest.mark.parametrize("tiling", FORMS)
 @pytest.mark.parametrize("heads, tokens, slots, start, new, dtype, head_dim", INTERPRETED)
 def test_kernel_in_the_interpreter(heads, tokens, slots, start, new, dtype, head_dim, tiling, count_case):
     operands = problem(2, heads, tokens, slots, start, new, dtype, head_dim)
@@ -84,7 +87,7 @@ def test_kernel_in_the_interpreter(heads, tokens, slots, start, new, dtype, head
     count_case()
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("tiling", FORMS)
 def test_nothing_races(tiling, count_case):
     operands = problem(3, (1, 1), 150, 330, (180,), (150,), "bfloat16", 64)
     how = dataclasses.replace(TILINGS[tiling], slots=64)
@@ -138,6 +141,17 @@ def test_lowers_to_one_launch(name, rows, tokens, slots, count_case):
 def test_lowers_at_any_number_of_tokens_and_slots(tokens, slots, head_dim, count_case):
     """The interpreter copies what the GPU's copies refuse, so only lowering shows what works."""
     assert lowered((4, 2), 2, tokens, slots, "float16", head_dim, clean=False).count("mosaic_gpu_v2") == 1
+    count_case()
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_every_tiling_lowers(tiling, count_case):
+    def call(*operands):
+        return mosaic_gpu.prefill_attention(*operands, q_heads=4, tiling=TILINGS[tiling])
+
+    operands = jax.eval_shape(lambda: problem(0, (4, 2), 300, 1000, (9,), (300,)))
+    text = jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1
     count_case()
 
 
