@@ -25,6 +25,7 @@ NAMES = (
     "chunk_scan",
     "causal_conv",
     "gated_norm",
+    "matvec",
 )
 AUTO = ("mamba_step", "rms_norm")  # those that were measured to pay
 VARIABLE = "PALLAS_KERNELS"

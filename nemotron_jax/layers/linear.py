@@ -1,5 +1,6 @@
 """Parameters and the matrix product that all blocks share."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ from flax import nnx
 from jax import lax
 
 from nemotron_jax.sharding import Layout
+from pallas_kernels import matvec
 
 
 class Weight(nnx.Param):
@@ -28,6 +30,24 @@ def dot_precision(dtype: Any) -> lax.Precision | None:
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
+def product(x: jax.Array, w: jax.Array, out_dtype: Any) -> jax.Array:
+    """``x @ w.T`` accumulated in float32 and rounded once to ``out_dtype``: x's dtype or float32.
+
+    A few rows take the kernel that reads ``w`` at the memory's rate, where it is asked for and can run.
+
+    Args:
+      x: [..., in].
+      w: [out, in], of x's dtype for the kernel.
+    """
+    rows, (outputs, inputs) = math.prod(x.shape[:-1]), w.shape
+    if w.dtype == x.dtype and matvec.declined(rows=rows, outputs=outputs, inputs=inputs, dtype=x.dtype) is None:
+        y = matvec.matvec(x.reshape(rows, inputs), w, out_dtype=out_dtype, implementation="mosaic_gpu")
+        return y.reshape(*x.shape[:-1], outputs)
+    return lax.dot_general(
+        x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=dot_precision(x.dtype), preferred_element_type=out_dtype
+    )
+
+
 def project(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """``x @ w.T + bias`` accumulated in float32 and rounded once to x's dtype.
 
@@ -39,10 +59,7 @@ def project(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Ar
     Returns:
       [..., out] in x's dtype.
     """
-    out = jnp.float32 if bias is not None else x.dtype
-    y = lax.dot_general(
-        x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=dot_precision(x.dtype), preferred_element_type=out
-    )
+    y = product(x, w, jnp.float32 if bias is not None else x.dtype)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)

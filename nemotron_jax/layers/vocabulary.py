@@ -2,13 +2,12 @@
 not divide).
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from nemotron_jax.config import NemotronHConfig
-from nemotron_jax.layers.linear import dot_precision, weight
+from nemotron_jax.layers.linear import product, weight
 from nemotron_jax.sharding import Axis, cut_rows, padded_vocab, rank, sum_over
 
 
@@ -49,10 +48,7 @@ class Head(nnx.Module):
     ) -> Float[Array, "batch tokens local_vocab"]:
         """This rank's columns of the logits; columns of padding rows are -inf."""
         table = (embedding.table if self.table is None else self.table)[...]
-        x = x.astype(table.dtype)
-        logits = jax.lax.dot_general(
-            x, table, (((2,), (1,)), ((), ())), precision=dot_precision(table.dtype), preferred_element_type=jnp.float32
-        )
+        logits = product(x.astype(table.dtype), table, jnp.float32)
         if table.shape[0] * self.axis.size > self.vocab_size:
             ids = rank(self.axis) * table.shape[0] + jnp.arange(table.shape[0])
             logits = jnp.where(ids < self.vocab_size, logits, -jnp.inf)

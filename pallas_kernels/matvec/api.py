@@ -1,0 +1,113 @@
+"""Public entry: a few rows times the transpose of a large matrix."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import selection
+from pallas_kernels.errors import Unsupported
+from pallas_kernels.matvec import reference
+
+IMPLEMENTATIONS = ("reference", "mosaic_gpu")
+FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+MOST_ROWS = 64
+FEW_ROWS = 8  # up to which the kernel is meant to pay: one group of the tensor core's columns
+LEAST = 64  # outputs and inputs
+OUTPUT_STEP, INPUT_STEP = 8, 16  # what TMA can address, and the narrowest pattern that it shares with the tensor cores
+
+
+def supported(*, rows: int, outputs: int, inputs: int, dtype: jax.typing.DTypeLike) -> str | None:
+    """Why the kernel cannot serve these shapes, or None. The device is another question: `selection.fault`."""
+    if jnp.dtype(dtype) not in FLOATS:
+        return f"needs bfloat16 or float16; x is {jnp.dtype(dtype)}"
+    if not 1 <= rows <= MOST_ROWS:
+        return f"needs 1 to {MOST_ROWS} rows; there are {rows}"
+    for name, size, step in (("outputs", outputs, OUTPUT_STEP), ("inputs", inputs, INPUT_STEP)):
+        if size < LEAST or size % step:
+            return f"needs {name} of at least {LEAST} in steps of {step}; there are {size}"
+    return None
+
+
+def declined(*, rows: int, outputs: int, inputs: int, dtype: jax.typing.DTypeLike) -> str | None:
+    """Why a call without `implementation` uses plain JAX in the program that is being traced, or None: the kernel."""
+    reason = supported(rows=rows, outputs=outputs, inputs=inputs, dtype=dtype)
+    if reason is None and rows > FEW_ROWS:
+        reason = f"pays for at most {FEW_ROWS} rows; there are {rows}"
+    reason = reason or selection.fault("matvec")
+    selection.report(f"matvec, {rows} rows, {inputs} -> {outputs}", reason)
+    return reason
+
+
+def matvec(
+    x: Float[Array, "rows inputs"],
+    w: Float[Array, "outputs inputs"],
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "rows outputs"]:
+    """`x @ w.T`, accumulated in float32 and rounded once; `w` is read once. Whatever a row holds reaches no other row.
+
+    The kernel has the reference's gradient, and no batching.
+
+    Args:
+        x: [rows, inputs].
+        w: [outputs, inputs], of x's dtype.
+        out_dtype: x's dtype, if None, or float32.
+        implementation: "reference" or "mosaic_gpu"; None: the kernel where it can run, pays and is switched on.
+
+    Returns:
+        [rows, outputs] in out_dtype.
+
+    Raises:
+        ValueError: shapes or types do not fit each other; all faults are listed.
+        Unsupported: the implementation asked for cannot serve this call.
+    """
+    out = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    faults = []
+    if x.ndim != 2:
+        faults.append(f"x has shape {x.shape}; accepted: (rows, inputs)")
+    if w.ndim != 2 or w.shape[1:] != x.shape[-1:]:
+        faults.append(f"w has shape {w.shape}; accepted: (outputs, {x.shape[-1] if x.ndim else 'inputs'})")
+    if w.dtype != x.dtype:
+        faults.append(f"w has dtype {w.dtype}; accepted: {x.dtype}, that of x")
+    if out not in (x.dtype, jnp.float32):
+        faults.append(f"out_dtype is {out}; accepted: {x.dtype}, that of x, or float32")
+    if implementation not in (None, *IMPLEMENTATIONS):
+        faults.append(f"implementation is {implementation!r}; accepted: {', '.join(IMPLEMENTATIONS)}, None")
+    if faults:
+        raise ValueError("matvec: " + "; ".join(faults))
+    shape = dict(rows=x.shape[0], outputs=w.shape[0], inputs=w.shape[1], dtype=x.dtype)
+    if implementation is None:
+        implementation = "mosaic_gpu" if declined(**shape) is None else "reference"
+    elif implementation == "mosaic_gpu" and (reason := supported(**shape)) is not None:
+        raise Unsupported(f"matvec: the kernel {reason}")
+    return reference.matvec(x, w, out_dtype=out) if implementation == "reference" else _kernel(out, x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernel(out, x, w):
+    return _launch(out, x, w)
+
+
+def _forward(out, x, w):
+    return _launch(out, x, w), (x, w)
+
+
+def _backward(out, saved, cotangent):
+    return jax.vjp(functools.partial(reference.matvec, out_dtype=out), *saved)[1](cotangent)
+
+
+_kernel.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _launch(out, x, w):
+    # A jitted function of its own: the layers of a model share one trace and one lowering.
+    # Imported here: programs that never leave the CPU do not load the kernel compiler.
+    from pallas_kernels.matvec import mosaic_gpu
+
+    axes = selection.varying(x) | selection.varying(w)
+    y = mosaic_gpu.matvec(*(selection.vary(v, axes) for v in (x, w)), out_dtype=out)
+    return selection.vary(y, axes)  # a kernel's outputs carry no varying axes of their own

@@ -1,0 +1,278 @@
+"""A few rows times a matrix against plain JAX on one real GPU, as a program or through pytest:
+
+    python -m tests.gpu.matvec_checks --seconds 300 --out FILE
+
+Checks first, in at most half of the time: every released shape cut for 1, 2, 4 and 8 ranks, edges, memory filled with
+NaN before each call and calls repeated on equal inputs to find results that move. Then times in a loop on the device
+over different matrices, more than the second-level cache holds, of the kernel's tilings beside XLA's product.
+"""
+
+import argparse
+import dataclasses
+import faulthandler
+import json
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from nemotron_jax.layers.linear import project
+from pallas_kernels import selection
+from pallas_kernels.matvec import matvec, mosaic_gpu, shapes, supported
+from tests.gpu.decode_kernel_checks import error, poison
+from tests.gpu.loops import microseconds
+
+BOUND = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-5}  # by the result's dtype
+STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
+BYTES_PER_SECOND = 4.8e12
+COPIES_BYTES = 400 << 20  # of different matrices that calls take turns on
+RANKS = (1, 2, 4, 8)
+
+
+def problem(seed, rows, outputs, inputs, dtype="bfloat16"):
+    """Operands of `matvec` whose results are about 1 in size."""
+    keys = jax.random.split(jax.random.key(seed))
+    x = jax.random.normal(keys[0], (rows, inputs), dtype)
+    return x, jax.random.normal(keys[1], (outputs, inputs), dtype) * jnp.asarray(inputs**-0.5, dtype)
+
+
+def compare(found, wanted) -> float:
+    """Error relative to what is wanted.
+
+    Raises:
+        AssertionError: beyond the bound, by value or as a whole.
+    """
+    dtype = str(found.dtype)
+    assert found.shape == wanted.shape
+    off = error(found, wanted)
+    assert off <= BOUND[dtype], f"off by {off:.1e}"
+    found, wanted = (np.asarray(v.astype(jnp.float32)) for v in (found, wanted))
+    assert np.all(np.abs(found - wanted) <= 2 * STEP[dtype] * np.maximum(np.abs(wanted), 0.25)), "one value is far off"
+    return off
+
+
+def check(seed, rows, outputs, inputs, *, dtype="bfloat16", out_dtype=None, tiling=None, repeats=3) -> float:
+    """One shape: the kernel's error relative to the product in float32.
+
+    Raises:
+        AssertionError: beyond the bound; results move; a row with NaN in it reaches another one.
+    """
+    x, w = problem(seed, rows, outputs, inputs, dtype)
+    out = jnp.dtype(out_dtype or dtype)
+    exact = jax.jit(lambda x, w: jnp.dot(x, w.T, precision="highest", preferred_element_type=jnp.float32))
+    wanted = exact(x, w).astype(out)
+    if tiling is None:
+        kernel = jax.jit(lambda x, w: matvec(x, w, out_dtype=out, implementation="mosaic_gpu"))
+    else:
+        kernel = jax.jit(lambda x, w: mosaic_gpu.matvec(x, w, out_dtype=out, tiling=tiling))
+    first = None
+    for _ in range(repeats):
+        poison()
+        found = kernel(x, w)
+        bits = np.asarray(found).tobytes()
+        first = bits if first is None else first
+        assert first == bits, "the result moves"
+    off = compare(found, wanted)
+    if rows > 1:
+        hidden = kernel(x.at[rows // 2].set(jnp.nan), w)
+        others = np.arange(rows) != rows // 2
+        assert np.asarray(hidden)[others].tobytes() == np.asarray(found)[others].tobytes(), "a row reaches another"
+    return off
+
+
+def check_project(seed, rows, outputs, inputs) -> float:
+    """The layers' product with the kernel switched on, with a bias, beside the product without it."""
+    x, w = problem(seed, rows, outputs, inputs)
+    bias = jax.random.normal(jax.random.key(seed + 1), (outputs,))
+    wanted = project(x[:, None], w, bias)
+    with selection.use("matvec"):
+        run = jax.jit(lambda *a: project(*a))
+        text = run.lower(x[:, None], w, bias).as_text()
+        assert text.count("mosaic_gpu_v2") == 1, "the kernel was not used"
+        return compare(run(x[:, None], w, bias), wanted)
+
+
+def edges() -> Iterator[tuple[tuple[int, int, int], dict]]:
+    """((rows, outputs, inputs), options) of `check`: what no released shape has."""
+    yield (1, 64, 64), {}
+    yield (3, 72, 80), {"out_dtype": "float32"}
+    yield (7, 1000, 336), {"dtype": "float16"}
+    yield (2, 2056, 4112), {}
+    yield (8, 33800, 1040), {"out_dtype": "float32"}
+    yield (16, 4096, 4096), {}
+    yield (33, 4104, 1056), {"out_dtype": "float32"}
+    yield (64, 2688, 4096), {}
+    for tiling in tilings(5, 4096):
+        yield (5, 4096, 2048), {"tiling": tiling}
+    for tiling in tilings(2, 131072):
+        yield (2, 131072, 512), {"tiling": tiling, "out_dtype": "float32"}
+
+
+def released(rows: tuple[int, ...] = (1, 2, 5, 8)) -> Iterator[tuple[int, int, int]]:
+    """(rows, outputs, inputs) of every released shape and number of ranks that the kernel serves, each once."""
+    seen = set()
+    for ranks in RANKS:
+        for name in shapes.SHAPES:
+            size = shapes.of_rank(name, ranks)
+            if size is None or size in seen:
+                continue
+            seen.add(size)
+            for n in rows:
+                if supported(rows=n, outputs=size[0], inputs=size[1], dtype="bfloat16") is None:
+                    yield n, *size
+
+
+def tilings(rows: int, outputs: int) -> list[mosaic_gpu.Tiling]:
+    """To compare: the default one; two warpgroups; a shorter ring; longer steps; two blocks on a multiprocessor."""
+    make = mosaic_gpu.default_tiling
+    usual = make(rows, outputs)
+    found = [
+        usual,
+        make(rows, outputs, warpgroups=2),
+        make(rows, outputs, shared_bytes=112 * 1024),
+        make(rows, outputs, slot_bytes=32 * 1024),
+        make(rows, outputs, slot_bytes=8 * 1024),
+        make(rows, outputs, blocks=2 * mosaic_gpu.MULTIPROCESSORS, shared_bytes=110 * 1024),
+        dataclasses.replace(usual, early=True),
+    ]
+    return list(dict.fromkeys(t for t in found if t.shared_bytes(rows) <= mosaic_gpu.SHARED_BYTES))
+
+
+def name_of(tiling: mosaic_gpu.Tiling) -> str:
+    t = tiling
+    early = " early" if t.early else ""
+    return f"{t.outputs}x{t.depth} stages {t.stages} warpgroups {t.warpgroups} blocks {t.blocks}{early}"
+
+
+def time_call(call, rows, outputs, inputs, seconds: float = 0.03, repeats: int = 5) -> float:
+    """Microseconds of one call: each waits for the one before and takes another matrix."""
+    size = outputs * inputs * 2
+    count = max(2, -(-COPIES_BYTES // size))
+    x, w = problem(1, rows, outputs, inputs)
+    copies = [w * jnp.bfloat16(1 + i / 128) for i in range(count)]
+
+    def body(_, carry):
+        x, copies = carry
+        for w in copies:
+            # one value of y, of which XLA must compute all: the next product waits for this one
+            y = lax.optimization_barrier(call(x, w))
+            x = x + (y[0, 0] * 1e-6).astype(x.dtype)
+        return x, copies
+
+    loops = max(2, int(seconds / (count * (size / 4e12 + 3e-6))))
+    us, (x, _) = microseconds(body, (x, copies), (loops, 3 * loops), repeats)
+    assert np.isfinite(np.asarray(x, np.float32)).all()
+    return us / count
+
+
+def nothing(x, w):
+    """What is left of the loop without its products."""
+    return x
+
+
+def xla(x, w):
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
+
+
+def timings(names, ranks, rows, every_tiling: bool) -> Iterator[dict]:
+    """Rows of the table; at each shape the loop without a product and XLA's come first."""
+    for name in names:
+        size = shapes.of_rank(name, ranks)
+        if size is None or supported(rows=rows, outputs=size[0], inputs=size[1], dtype="bfloat16"):
+            continue
+        empty = 0.0
+        cuts = tilings(rows, size[0]) if every_tiling else [mosaic_gpu.default_tiling(rows, size[0])]
+        for cut in (nothing, xla, *cuts):
+            if isinstance(cut, mosaic_gpu.Tiling):
+
+                def call(x, w, cut=cut):
+                    return mosaic_gpu.matvec(x, w, out_dtype=x.dtype, tiling=cut)
+
+            else:
+                call = cut
+            row = dict(shape=name, ranks=ranks, rows=rows, outputs=size[0], inputs=size[1])
+            row["implementation"] = cut.__name__ if call is cut else name_of(cut)
+            try:
+                row["us"] = time_call(call, rows, *size)
+                empty = row["us"] if call is nothing else empty
+                row["share"] = size[0] * size[1] * 2 / row["us"] * 1e6 / BYTES_PER_SECOND
+                # without what the loop itself takes: about what a profiler says of the kernel alone
+                row["kernel_us"] = row["us"] - empty
+            except Exception as e:  # a tiling that fails leaves the others their rows
+                row["problem"] = f"{type(e).__name__} {str(e)[:150]}"
+            yield row
+
+
+def plan() -> Iterator[tuple[tuple[str, ...], int, int, bool]]:
+    """Arguments of `timings`, what matters most first."""
+    eight = tuple(n for n in shapes.SHAPES if n.startswith("8b"))
+    yield ("8b in_proj", "8b down", "8b o"), 1, 1, True
+    yield tuple(n for n in eight if n not in ("8b in_proj", "8b down", "8b o")), 1, 1, False
+    yield ("8b in_proj", "8b down"), 8, 1, True
+    yield eight, 8, 1, False
+    yield eight, 4, 1, False
+    yield eight, 2, 1, False
+    yield eight, 1, 8, False
+    for model in ("9b", "nano-3", "47b"):
+        yield tuple(n for n in shapes.SHAPES if n.startswith(model)), 1, 1, False
+    yield eight, 1, 16, False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=300)
+    parser.add_argument("--out", help="file for the times, a JSON object a line")
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
+    begin, failed, done = time.monotonic(), 0, 0
+
+    def spent():
+        return time.monotonic() - begin
+
+    todo = [(check, shape, options) for shape, options in edges()]
+    todo += [(check_project, shape, {}) for shape in ((1, 4096, 4096), (8, 2320, 4096))]
+    todo += [(check, shape, {}) for shape in released()]
+    worst = 0.0
+    for seed, (what, shape, options) in enumerate(todo):
+        if spent() > args.seconds / 2:
+            print(f"half of the time is gone: {len(todo) - seed} checks not run", flush=True)
+            break
+        done += 1
+        try:
+            worst = max(worst, what(seed, *shape, **options))
+        except Exception as e:  # every case is tried, and the failures counted
+            failed += 1
+            print(f"{what.__name__} {shape} {options} FAILED {type(e).__name__} {str(e)[:200]}", flush=True)
+    print(f"{spent():5.1f}s {done} checks, {failed} failed, largest error {worst:.1e}", flush=True)
+    seen = set()
+    for part in plan():
+        for row in timings(*part):
+            key = (row["shape"], row["ranks"], row["rows"], row["implementation"])
+            if key in seen:
+                continue
+            seen.add(key)
+            found = row.get("problem") or (
+                f"{row['us']:8.2f} us {row['share']:6.1%}; without the loop {row['kernel_us']:8.2f} us"
+            )
+            print(
+                f"{spent():5.1f}s {row['shape']:19s} ranks {row['ranks']} rows {row['rows']} "
+                f"{row['outputs']}x{row['inputs']} {row['implementation']:55s} {found}",
+                flush=True,
+            )
+            if args.out:
+                with open(args.out, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+            if spent() > args.seconds:
+                break
+        if spent() > args.seconds:
+            print("time is up", flush=True)
+            break
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}:", "FAILED" if failed else "all right", failed)
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
