@@ -30,7 +30,12 @@ def dot_precision(dtype: Any) -> lax.Precision | None:
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
-def product(x: jax.Array, w: jax.Array, out_dtype: Any) -> jax.Array:
+def squared_relu(x: jax.Array) -> jax.Array:
+    """relu(x)^2, in float32, returned in x's dtype."""
+    return jnp.square(jax.nn.relu(x.astype(jnp.float32))).astype(x.dtype)
+
+
+def product(x: jax.Array, w: jax.Array, out_dtype: Any, *, squared: bool = False) -> jax.Array:
     """``x @ w.T`` accumulated in float32 and rounded once to ``out_dtype``: x's dtype or float32.
 
     A few rows take the kernel that reads ``w`` at the memory's rate, where it is asked for and can run.
@@ -38,28 +43,33 @@ def product(x: jax.Array, w: jax.Array, out_dtype: Any) -> jax.Array:
     Args:
       x: [..., in].
       w: [out, in], of x's dtype for the kernel.
+      squared: take `squared_relu` of the result.
     """
     rows, (outputs, inputs) = math.prod(x.shape[:-1]), w.shape
     if w.dtype == x.dtype and matvec.declined(rows=rows, outputs=outputs, inputs=inputs, dtype=x.dtype) is None:
-        y = matvec.matvec(x.reshape(rows, inputs), w, out_dtype=out_dtype, implementation="mosaic_gpu")
+        y = matvec.matvec(
+            x.reshape(rows, inputs), w, out_dtype=out_dtype, squared_relu=squared, implementation="mosaic_gpu"
+        )
         return y.reshape(*x.shape[:-1], outputs)
-    return lax.dot_general(
+    y = lax.dot_general(
         x, w, (((x.ndim - 1,), (1,)), ((), ())), precision=dot_precision(x.dtype), preferred_element_type=out_dtype
     )
+    return squared_relu(y) if squared else y
 
 
-def project(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def project(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, *, squared: bool = False) -> jax.Array:
     """``x @ w.T + bias`` accumulated in float32 and rounded once to x's dtype.
 
     Args:
       x: [..., in].
       w: [out, in].
       bias: [out] or None, added before the rounding.
+      squared: take `squared_relu` of the rounded result.
 
     Returns:
       [..., out] in x's dtype.
     """
-    y = product(x, w, jnp.float32 if bias is not None else x.dtype)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
-    return y.astype(x.dtype)
+    if bias is None:
+        return product(x, w, x.dtype, squared=squared)
+    y = (product(x, w, jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+    return squared_relu(y) if squared else y

@@ -1,18 +1,13 @@
 """Dense MLP block ("-"): down(relu(up(x))^2), no gate."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import project, weight
+from nemotron_jax.layers.linear import squared_relu as squared_relu  # the experts take it from here
 from nemotron_jax.sharding import Axis, cut_rows, row_parallel_bias
-
-
-def squared_relu(x: Float[Array, "*shape width"]) -> Float[Array, "*shape width"]:
-    """relu(x)^2, in float32, returned in x's dtype."""
-    return jnp.square(jax.nn.relu(x.astype(jnp.float32))).astype(x.dtype)
 
 
 class MLP(nnx.Module):
@@ -28,4 +23,4 @@ class MLP(nnx.Module):
     def __call__(self, x: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens hidden"]:
         up_bias = None if self.up_bias is None else self.up_bias[...]
         down_bias = None if self.down_bias is None else self.down_bias[...]
-        return project(squared_relu(project(x, self.up[...], up_bias)), self.down[...], down_bias)
+        return project(project(x, self.up[...], up_bias, squared=True), self.down[...], down_bias)

@@ -1,5 +1,6 @@
 """Public entry: a few rows times the transpose of a large matrix."""
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,18 @@ MOST_ROWS = 64
 FEW_ROWS = 8  # up to which the kernel is meant to pay: one group of the tensor core's columns
 LEAST = 64  # outputs and inputs
 OUTPUT_STEP, INPUT_STEP = 8, 16  # what TMA can address, and the narrowest pattern that it shares with the tensor cores
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The static part of one call."""
+
+    out_dtype: jnp.dtype
+    squared_relu: bool
+
+    @property
+    def kwargs(self) -> dict:
+        return dict(out_dtype=self.out_dtype, squared_relu=self.squared_relu)
 
 
 def supported(*, rows: int, outputs: int, inputs: int, dtype: jax.typing.DTypeLike) -> str | None:
@@ -45,9 +58,10 @@ def matvec(
     w: Float[Array, "outputs inputs"],
     *,
     out_dtype: jax.typing.DTypeLike | None = None,
+    squared_relu: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "rows outputs"]:
-    """`x @ w.T`, accumulated in float32 and rounded once; `w` is read once. Whatever a row holds reaches no other row.
+    """`x @ w.T`, accumulated in float32 and rounded once, in one launch. Whatever a row holds reaches no other row.
 
     The kernel has the reference's gradient, and no batching.
 
@@ -55,6 +69,7 @@ def matvec(
         x: [rows, inputs].
         w: [outputs, inputs], of x's dtype.
         out_dtype: x's dtype, if None, or float32.
+        squared_relu: take relu(y)^2 of each result as it was rounded, in float32, and round again.
         implementation: "reference" or "mosaic_gpu"; None: the kernel where it can run, pays and is switched on.
 
     Returns:
@@ -83,31 +98,32 @@ def matvec(
         implementation = "mosaic_gpu" if declined(**shape) is None else "reference"
     elif implementation == "mosaic_gpu" and (reason := supported(**shape)) is not None:
         raise Unsupported(f"matvec: the kernel {reason}")
-    return reference.matvec(x, w, out_dtype=out) if implementation == "reference" else _kernel(out, x, w)
+    call = _Call(out, bool(squared_relu))
+    return reference.matvec(x, w, **call.kwargs) if implementation == "reference" else _kernel(call, x, w)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernel(out, x, w):
-    return _launch(out, x, w)
+def _kernel(call: _Call, x, w):
+    return _launch(call, x, w)
 
 
-def _forward(out, x, w):
-    return _launch(out, x, w), (x, w)
+def _forward(call, x, w):
+    return _launch(call, x, w), (x, w)
 
 
-def _backward(out, saved, cotangent):
-    return jax.vjp(functools.partial(reference.matvec, out_dtype=out), *saved)[1](cotangent)
+def _backward(call, saved, cotangent):
+    return jax.vjp(functools.partial(reference.matvec, **call.kwargs), *saved)[1](cotangent)
 
 
 _kernel.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _launch(out, x, w):
+def _launch(call: _Call, x, w):
     # A jitted function of its own: the layers of a model share one trace and one lowering.
     # Imported here: programs that never leave the CPU do not load the kernel compiler.
     from pallas_kernels.matvec import mosaic_gpu
 
     axes = selection.varying(x) | selection.varying(w)
-    y = mosaic_gpu.matvec(*(selection.vary(v, axes) for v in (x, w)), out_dtype=out)
+    y = mosaic_gpu.matvec(*(selection.vary(v, axes) for v in (x, w)), **call.kwargs)
     return selection.vary(y, axes)  # a kernel's outputs carry no varying axes of their own

@@ -128,7 +128,13 @@ def pattern(inputs: int) -> int:
 
 
 def matvec(
-    x: jax.Array, w: jax.Array, *, out_dtype: jnp.dtype, tiling: Tiling | None = None, interpret: Any = None
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    out_dtype: jnp.dtype,
+    squared_relu: bool = False,
+    tiling: Tiling | None = None,
+    interpret: Any = None,
 ) -> jax.Array:
     """See `reference.matvec`; api.py has said that the shapes fit.
 
@@ -176,9 +182,14 @@ def matvec(
         def slot_of(step):
             return lax.rem(step, jnp.int32(stages))
 
+        def first_output(number):
+            # The last tile is moved back to end with the matrix: a copy of one row out of shared memory is not cut off
+            # at the end of that row. Outputs that two tiles share get the same bits twice.
+            return jnp.minimum(number * tile, outputs - tile)
+
         def fetch_w(number, k, slot):
             plgpu.copy_gmem_to_smem(
-                w_ref.at[pl.ds(number * tile, tile), pl.ds(k * depth, depth)],
+                w_ref.at[pl.ds(first_output(number), tile), pl.ds(k * depth, depth)],
                 w_shared.at[pl.ds(slot * tile, tile)],
                 full.at[slot],
             )
@@ -280,14 +291,18 @@ def matvec(
                     for i, (start, value) in enumerate(zip(cut.firsts, sums, strict=True)):
                         for other in range(groups - 1):
                             value = value + load(sums_shared.at[other, i], layout=plgpu.Layout.WGMMA)
-                        value = plgpu.layout_cast(value.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+                        value = value.astype(out_dtype)
+                        if squared_relu:
+                            value = jnp.maximum(value.astype(jnp.float32), 0.0)
+                            value = (value * value).astype(out_dtype)
+                        value = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
                         store(y_shared.at[:, pl.ds(start, HEIGHT)].transpose((1, 0)), value)
                     if groups > 1:
                         plgpu.barrier_arrive(taken)
                     plgpu.commit_smem()
                     for row in range(rows):
                         plgpu.copy_smem_to_gmem(
-                            y_shared.at[row, pl.ds(0, tile)], y_ref.at[row, pl.ds(number * tile, tile)]
+                            y_shared.at[row, pl.ds(0, tile)], y_ref.at[row, pl.ds(first_output(number), tile)]
                         )
 
             @pl.when(warpgroup == 0)

@@ -109,10 +109,11 @@ def test_every_tiling_that_is_timed_lowers(count_case):
 
 def test_gradient_is_the_references(monkeypatch):
     x, w = checks.problem(3, 2, 64, 96)
-    monkeypatch.setattr(api, "_launch", lambda out, x, w: reference.matvec(x, w, out_dtype=out))
+    monkeypatch.setattr(api, "_launch", lambda call, x, w: reference.matvec(x, w, **call.kwargs))
 
     def loss(implementation):
-        return lambda x, w: jnp.sum(matvec(x, w, out_dtype="float32", implementation=implementation) ** 2)
+        options = dict(out_dtype="float32", squared_relu=True, implementation=implementation)
+        return lambda x, w: jnp.sum(matvec(x, w, **options) ** 2)
 
     for found, wanted in zip(*(jax.grad(loss(i), (0, 1))(x, w) for i in ("mosaic_gpu", "reference")), strict=True):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
@@ -163,20 +164,22 @@ def test_only_who_asks_gets_it(setting, rows, reason):
 
 
 # ------------------------------------------------------------------------------------------------ in the model
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_layers_product_through_the_kernel_in_the_interpreter(bias, monkeypatch, count_case):
+@pytest.mark.parametrize("bias, squared", [(False, False), (True, False), (False, True), (True, True)])
+def test_the_layers_product_through_the_kernel_in_the_interpreter(bias, squared, monkeypatch, count_case):
     x, w = checks.problem(4, 3, 72, 144)
     bias = jax.random.normal(jax.random.key(5), (72,)) if bias else None
-    wanted = linear.project(x[:, None], w, bias)
+    wanted = linear.project(x[:, None], w, bias, squared=squared)
     with interpreter() as interpret:
 
-        def call(x, w, *, out_dtype, implementation):
+        def call(x, w, *, out_dtype, squared_relu, implementation):
             assert implementation == "mosaic_gpu"
-            return mosaic_gpu.matvec(x, w, out_dtype=jnp.dtype(out_dtype), interpret=interpret)
+            return mosaic_gpu.matvec(
+                x, w, out_dtype=jnp.dtype(out_dtype), squared_relu=squared_relu, interpret=interpret
+            )
 
         monkeypatch.setattr(linear.matvec, "declined", lambda **_: None)
         monkeypatch.setattr(linear.matvec, "matvec", call)
-        found = linear.project(x[:, None], w, bias)
+        found = linear.project(x[:, None], w, bias, squared=squared)
     assert found.shape == wanted.shape and found.dtype == wanted.dtype
     checks.compare(found, wanted)
     count_case()
@@ -199,9 +202,12 @@ def test_a_tiny_models_decode_through_the_kernel_in_the_interpreter(monkeypatch,
     calls = []
     with interpreter() as interpret:
 
-        def call(x, w, *, out_dtype, implementation):
+        def call(x, w, *, out_dtype, squared_relu, implementation):
             calls.append(w.shape)
-            return mosaic_gpu.matvec(x, w, out_dtype=jnp.dtype(out_dtype), interpret=interpret)
+            tiling = mosaic_gpu.default_tiling(len(x), len(w), blocks=2)
+            return mosaic_gpu.matvec(
+                x, w, out_dtype=jnp.dtype(out_dtype), squared_relu=squared_relu, tiling=tiling, interpret=interpret
+            )
 
         monkeypatch.setattr(linear.matvec, "declined", supported)
         monkeypatch.setattr(linear.matvec, "matvec", call)
