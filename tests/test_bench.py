@@ -17,7 +17,8 @@ FOLDER = str(TINY / "dense_tied" / "hf")
 def bench(monkeypatch, tmp_path, *arguments, tensor=2):
     monkeypatch.setattr("nemotron_jax.commands.bench.build_mesh", lambda args: make_mesh(tensor))
     out = tmp_path / "result.json"
-    status = cli.main(["bench", *arguments, "--out", str(out)])
+    kernels = [] if "kernels" in arguments else ["--kernels", "none"]
+    status = cli.main(["bench", *arguments, *kernels, "--out", str(out)])
     return status, json.loads(out.read_text())
 
 

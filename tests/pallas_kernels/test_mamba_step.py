@@ -178,10 +178,8 @@ def test_faults_at_once_and_refusals():
 
 def test_the_choice(monkeypatch):
     monkeypatch.delenv(selection.VARIABLE, raising=False)
-    assert selection.allowed() == ()  # nothing unless asked for
-    with selection.use("auto"):
-        assert "mamba_step" in selection.allowed()
-        assert "needs a GPU" in selection.fault("mamba_step")  # here
+    assert selection.allowed() == selection.AUTO
+    assert "needs a GPU" in selection.fault("mamba_step")  # here
     with selection.use("none"):
         assert selection.allowed() == () and "switched off" in selection.fault("mamba_step")
         with selection.use("rms_norm"):
@@ -231,12 +229,12 @@ def test_a_models_decode_step_for_an_absent_h200(setting, batch, steps, norms, c
     target = targets.absent("h200", 1, compile=False)
     config = NemotronHConfig.preset("nemotron-h-8b")
     config = dataclasses.replace(
-        config, hybrid_override_pattern="M-M*", block_configs=config.block_configs and config.block_configs[:4]
+        config, hybrid_override_pattern="M-M-", block_configs=config.block_configs and config.block_configs[:4]
     )
     model = NemotronH(config, mesh=target.mesh())
     with selection.use(setting):
         text = step.lower_step(model, batch, 1, 64, target).as_text()
-    assert text.count("output_operand_alias<") == 2 * steps  # window and state, which no other kernel has
+    assert text.count("output_operand_alias<") == 2 * steps  # window and state
     assert (text.count("mosaic_gpu_v2") > steps) == norms
     count_case()
 
