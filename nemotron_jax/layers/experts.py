@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from nemotron_jax.layers.linear import dot_precision
-from nemotron_jax.layers.mlp import squared_relu
+from nemotron_jax.layers.linear import dot_precision, squared_relu
 from nemotron_jax.sharding import vary_like
 from pallas_kernels import grouped_matmul as kernel
+from pallas_kernels import matvec
 
 # Blocks of one expert's rows that run as one batched product, whose matrices are copied side by side for it.
 BLOCKS_AT_ONCE = 16
@@ -93,8 +93,9 @@ def kernel_fault(choices: int, up: jax.Array) -> str | None:
 def gather(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
     """Matrix-vector products with the chosen experts' matrices and no others.
 
-    Written as multiplication and sum, not as a product of matrices, so that XLA reads the matrices where they lie: a
-    gathered operand of a matrix product would be copied first.
+    In one launch each (pallas_kernels.matvec) where that kernel is asked for and can run. Otherwise written as
+    multiplication and sum, not as a product of matrices, so that XLA reads the matrices where they lie: a gathered
+    operand of a matrix product would be copied first.
 
     Args:
       chosen: [n, k]; ``experts`` where the choice is another rank's. Such a choice reads the same matrices as the
@@ -106,8 +107,16 @@ def gather(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
     experts = up.shape[0]
     stand_in = jnp.min(chosen, axis=1, keepdims=True)
     index = jnp.where(chosen < experts, chosen, jnp.where(stand_in < experts, stand_in, 0))
-
+    if _streams(x, up, chosen) and _streams(x, down, chosen):
+        h = matvec.chosen_matvec(x, up, index, squared_relu=True, implementation="mosaic_gpu")
+        return matvec.chosen_matvec(h, down, index, implementation="mosaic_gpu")
     return _gathered(x, up, down, lambda matrices: jnp.take(matrices, index, axis=0, mode="clip"))
+
+
+def _streams(x: jax.Array, matrices: jax.Array, chosen: jax.Array) -> bool:
+    _, outputs, inputs = matrices.shape
+    shape = dict(choices=chosen.size, outputs=outputs, inputs=inputs)
+    return matvec.chosen_declined(**shape, dtype=x.dtype, w_dtype=matrices.dtype) is None
 
 
 def gather_rows(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ from jaxtyping import Array, Float
 
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import project, weight
-from nemotron_jax.layers.linear import squared_relu as squared_relu  # the experts take it from here
 from nemotron_jax.sharding import Axis, cut_rows, row_parallel_bias
 
 

@@ -1,11 +1,11 @@
-"""Public entry: a few rows times the transpose of a large matrix."""
+"""Public entries: a few rows times the transpose of a large matrix, or each times that of one it has chosen."""
 
 import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import selection
 from pallas_kernels.errors import Unsupported
@@ -127,3 +127,97 @@ def _launch(call: _Call, x, w):
     axes = selection.varying(x) | selection.varying(w)
     y = mosaic_gpu.matvec(*(selection.vary(v, axes) for v in (x, w)), **call.kwargs)
     return selection.vary(y, axes)  # a kernel's outputs carry no varying axes of their own
+
+
+def chosen_declined(
+    *, choices: int, outputs: int, inputs: int, dtype: jax.typing.DTypeLike, w_dtype: jax.typing.DTypeLike
+) -> str | None:
+    """Why `chosen_matvec`'s kernel cannot serve the program that is being traced, or None."""
+    reason = supported(rows=1, outputs=outputs, inputs=inputs, dtype=dtype)
+    if reason is None and jnp.dtype(w_dtype) != jnp.dtype(dtype):
+        reason = f"needs matrices of x's dtype; they are {jnp.dtype(w_dtype)}"
+    if reason is None and choices == 0:
+        reason = "there is no choice"
+    reason = reason or selection.fault("matvec")
+    selection.report(f"chosen_matvec, {choices} choices, {inputs} -> {outputs}", reason)
+    return reason
+
+
+def chosen_matvec(
+    x: Float[Array, "rows *choices inputs"],
+    w: Float[Array, "matrices outputs inputs"],
+    chosen: Int[Array, "rows choices"],
+    *,
+    squared_relu: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "rows choices outputs"]:
+    """`x @ w[chosen].T` for every choice, accumulated in float32 and rounded once, in one launch.
+
+    A matrix is read where it lies, once for each choice of it.
+
+    The kernel has the reference's gradient, and no batching.
+
+    Args:
+        x: [rows, inputs], the same for all choices of a row, or [rows, choices, inputs].
+        w: [matrices, outputs, inputs], of x's dtype.
+        chosen: [rows, choices] int32, from 0 to matrices - 1.
+        squared_relu: take relu^2 of the rounded result, in float32, and round again.
+        implementation: "reference" or "mosaic_gpu"; None: the kernel where it can run and is switched on.
+
+    Returns:
+        [rows, choices, outputs] in x's dtype.
+
+    Raises:
+        ValueError: shapes or types do not fit each other; all faults are listed.
+        Unsupported: the implementation asked for cannot serve this call.
+    """
+    faults = []
+    if chosen.ndim != 2 or chosen.dtype != jnp.int32:
+        faults.append(f"chosen is {chosen.dtype}{chosen.shape}; accepted: int32(rows, choices)")
+    elif x.shape[:-1] not in (chosen.shape, chosen.shape[:1]):
+        faults.append(f"x has shape {x.shape}; accepted: {(chosen.shape[0], 'inputs')} or {(*chosen.shape, 'inputs')}")
+    if w.ndim != 3 or w.shape[2:] != x.shape[-1:]:
+        faults.append(f"w has shape {w.shape}; accepted: (matrices, outputs, {x.shape[-1] if x.ndim else 'inputs'})")
+    if w.dtype != x.dtype:
+        faults.append(f"w has dtype {w.dtype}; accepted: {x.dtype}, that of x")
+    if implementation not in (None, *IMPLEMENTATIONS):
+        faults.append(f"implementation is {implementation!r}; accepted: {', '.join(IMPLEMENTATIONS)}, None")
+    if faults:
+        raise ValueError("chosen_matvec: " + "; ".join(faults))
+    shape = dict(outputs=w.shape[1], inputs=w.shape[2], dtype=x.dtype)
+    if implementation is None:
+        reason = chosen_declined(choices=chosen.size, w_dtype=w.dtype, **shape)
+        implementation = "mosaic_gpu" if reason is None else "reference"
+    elif implementation == "mosaic_gpu" and (reason := supported(rows=1, **shape)) is not None:
+        raise Unsupported(f"chosen_matvec: the kernel {reason}")
+    if implementation == "reference":
+        return reference.chosen_matvec(x, w, chosen, squared_relu=squared_relu)
+    return _chosen_kernel(squared_relu, x, w, chosen)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chosen_kernel(squared_relu, x, w, chosen):
+    return _launch_chosen(squared_relu, x, w, chosen)
+
+
+def _chosen_forward(squared_relu, x, w, chosen):
+    return _launch_chosen(squared_relu, x, w, chosen), (x, w, chosen)
+
+
+def _chosen_backward(squared_relu, saved, cotangent):
+    x, w, chosen = saved
+    plain = functools.partial(reference.chosen_matvec, chosen=chosen, squared_relu=squared_relu)
+    return *jax.vjp(plain, x, w)[1](cotangent), None
+
+
+_chosen_kernel.defvjp(_chosen_forward, _chosen_backward)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _launch_chosen(squared_relu, x, w, chosen):
+    from pallas_kernels.matvec import mosaic_gpu
+
+    axes = selection.varying(x) | selection.varying(w) | selection.varying(chosen)
+    x, w, flat = (selection.vary(v, axes) for v in (x.reshape(-1, x.shape[-1]), w, chosen.reshape(-1)))
+    y = mosaic_gpu.matvec(x, w, flat, out_dtype=x.dtype, squared_relu=squared_relu)
+    return selection.vary(y.reshape(*chosen.shape, -1), axes)

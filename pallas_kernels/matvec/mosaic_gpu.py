@@ -90,19 +90,19 @@ class Tiling:
         return ring + sums + 4 * rows * self.width
 
 
-def tile_outputs(outputs: int, blocks: int) -> int:
-    """The tile whose busiest block has least to read; of several, the highest."""
-    passes = range(1, 2 + -(-outputs // (blocks * HIGHEST)) * 4)
+def tile_outputs(outputs: int, blocks: int, choices: int = 1) -> int:
+    """The tile whose busiest block has least to read, its group of x's rows with each tile; of several, the highest."""
 
-    def height(n: int) -> int:
-        return -(-outputs // (n * blocks * GROUP)) * GROUP
+    def busiest(height: int) -> int:
+        return -(-choices * -(-outputs // height) // blocks) * (height + GROUP)
 
-    return min((height(n) * n, n, height(n)) for n in passes if height(n) <= HIGHEST)[2]
+    return min(range(GROUP, min(HIGHEST, outputs) + 1, GROUP), key=lambda height: (busiest(height), -height))
 
 
 def default_tiling(
     rows: int,
     outputs: int,
+    choices: int = 1,
     *,
     blocks: int = MULTIPROCESSORS,
     shared_bytes: int = SHARED_BYTES,
@@ -112,10 +112,11 @@ def default_tiling(
     """Tiles that load all blocks alike, and as many steps on their way as shared memory has room for.
 
     Args:
+        choices: matrices of so many outputs.
         shared_bytes: of a block.
         slot_bytes: of a step of the matrix, about; no step is longer than 256 inputs.
     """
-    tile = tile_outputs(outputs, blocks)
+    tile = tile_outputs(outputs, blocks, choices)
     depth = 64 * min(max(slot_bytes // (tile * 128), 1), 4)
     one, two = (Tiling(tile, depth, n, warpgroups, blocks).shared_bytes(rows) for n in (1, 2))
     stages = 1 + (shared_bytes - one) // (two - one)
@@ -130,25 +131,30 @@ def pattern(inputs: int) -> int:
 def matvec(
     x: jax.Array,
     w: jax.Array,
+    chosen: jax.Array | None = None,
     *,
     out_dtype: jnp.dtype,
     squared_relu: bool = False,
     tiling: Tiling | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """See `reference.matvec`; api.py has said that the shapes fit.
+    """See `reference.matvec`, and with `chosen`, which is flat here as x's rows are, `reference.chosen_matvec`; api.py
+    has said that the shapes fit.
 
     Args:
         tiling: instead of the default one.
     """
-    rows, inputs = x.shape
-    outputs, _ = w.shape
+    *_, outputs, inputs = w.shape
     dtype = x.dtype
-    cut = tiling or default_tiling(rows, outputs)
+    # With a choice, each is one row with a matrix of its own, and tiles are counted through all of them.
+    choices, rows = (1, x.shape[0]) if chosen is None else (chosen.shape[0], 1)
+    cut = tiling or default_tiling(rows, outputs, choices)
     groups, stages, tile, depth = cut.warpgroups, cut.stages, cut.outputs, cut.depth
+    assert chosen is None or not cut.early  # the kernel before may be the one that chooses
     # Each slot has one reader, whose count of its phases holds; it gives a slot back when it has the next one.
     assert stages % groups == 0 and stages >= 2 * groups
-    tiles, steps = pl.cdiv(outputs, tile), pl.cdiv(inputs, depth)
+    parts, steps = pl.cdiv(outputs, tile), pl.cdiv(inputs, depth)
+    tiles = choices * parts
     blocks = min(cut.blocks, tiles)
     wide = pattern(inputs)
     pieces = depth // wide
@@ -175,7 +181,8 @@ def matvec(
             ref = dataclasses.replace(ref, transforms=(*ref.transforms, tiled.undo(None)))
         return ref.transpose((1, 0))
 
-    def kernel(x_ref, w_ref, y_ref, *, x_shared, w_shared, sums_shared, y_shared, full, free, done, taken):
+    def kernel(x_ref, w_ref, *refs, x_shared, w_shared, sums_shared, y_shared, full, free, done, taken):
+        *chosen_ref, y_ref = refs
         warpgroup = lax.axis_index("warpgroup")
         my_tiles = plgpu.nd_loop((tiles,), collective_axes="block")
 
@@ -185,22 +192,30 @@ def matvec(
         def first_output(number):
             # The last tile is moved back to end with the matrix: a copy of one row out of shared memory is not cut off
             # at the end of that row. Outputs that two tiles share get the same bits twice.
-            return jnp.minimum(number * tile, outputs - tile)
+            return jnp.minimum(lax.rem(number, jnp.int32(parts)) * tile, outputs - tile)
 
-        def fetch_w(number, k, slot):
+        def choice_of(number):
+            return lax.div(number, jnp.int32(parts))
+
+        def matrix_of(number):
+            return w_ref.at[chosen_ref[0][choice_of(number)]] if chosen_ref else w_ref
+
+        def fetch_w(matrix, number, k, slot):
             plgpu.copy_gmem_to_smem(
-                w_ref.at[pl.ds(first_output(number), tile), pl.ds(k * depth, depth)],
+                matrix.at[pl.ds(first_output(number), tile), pl.ds(k * depth, depth)],
                 w_shared.at[pl.ds(slot * tile, tile)],
                 full.at[slot],
             )
 
-        def fetch_x(k, slot):
+        def fetch_x(number, k, slot):
+            begin = lax.div(choice_of(number), jnp.int32(choices // x.shape[0])) if chosen_ref else 0 * k
             for row in range(0, rows, GROUP):
-                # Whole 128 bytes, as jax asks for: rows that x lacks come as zeros (`0 * k`: jax would refuse them).
+                # Whole 128 bytes, as jax asks for: rows that x lacks come as zeros (a start that jax knows would be
+                # refused), and other choices' rows reach no output.
                 count = padded(min(rows - row, GROUP), 64 // wide)
                 for piece in range(pieces):
                     plgpu.copy_gmem_to_smem(
-                        x_ref.at[pl.ds(row + 0 * k, count), pl.ds(k * depth + piece * wide, wide)],
+                        x_ref.at[pl.ds(row + begin, count), pl.ds(k * depth + piece * wide, wide)],
                         x_piece(x_shared, slot, row, count, piece),
                         full.at[slot],
                     )
@@ -211,7 +226,7 @@ def matvec(
 
                 @pl.loop(0, ahead)
                 def first_steps(k):
-                    fetch_w(lax.axis_index("block"), k, k)
+                    fetch_w(w_ref, lax.axis_index("block"), k, k)
 
                 plgpu.griddepcontrol_wait()
                 plgpu.griddepcontrol_launch_dependents()
@@ -219,6 +234,7 @@ def matvec(
             @my_tiles
             def each_tile(info):
                 (number,) = info.index
+                matrix = matrix_of(number)
 
                 @pl.loop(0, steps)
                 def each_step(k):
@@ -231,9 +247,9 @@ def matvec(
 
                     @pl.when(step >= ahead)
                     def large():
-                        fetch_w(number, k, slot)
+                        fetch_w(matrix, number, k, slot)
 
-                    fetch_x(k, slot)
+                    fetch_x(number, k, slot)
 
             mine = lax.div(tiles - lax.axis_index("block") + (blocks - 1), jnp.int32(blocks))
 
@@ -301,8 +317,9 @@ def matvec(
                         plgpu.barrier_arrive(taken)
                     plgpu.commit_smem()
                     for row in range(rows):
+                        to = y_ref.at[choice_of(number) if chosen_ref else row]
                         plgpu.copy_smem_to_gmem(
-                            y_shared.at[row, pl.ds(0, tile)], y_ref.at[row, pl.ds(first_output(number), tile)]
+                            y_shared.at[row, pl.ds(0, tile)], to.at[pl.ds(first_output(number), tile)]
                         )
 
             @pl.when(warpgroup == 0)
@@ -311,7 +328,7 @@ def matvec(
 
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((rows, outputs), out_dtype),
+        out_type=jax.ShapeDtypeStruct((rows if chosen is None else choices, outputs), out_dtype),
         scratch_types=dict(
             x_shared=x_type,
             w_shared=plgpu.SMEM((cut.ring_rows, depth), dtype, transforms=(tiled, swizzle)),
@@ -328,4 +345,4 @@ def matvec(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **({} if interpret is None else {"interpret": interpret}),
-    )(x, w)
+    )(x, w, *(() if chosen is None else (chosen,)))

@@ -11,3 +11,14 @@ def matvec(x: jax.Array, w: jax.Array, *, out_dtype: jnp.dtype, squared_relu: bo
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=out_dtype)
     return jnp.square(jax.nn.relu(y.astype(jnp.float32))).astype(out_dtype) if squared_relu else y
+
+
+def chosen_matvec(x: jax.Array, w: jax.Array, chosen: jax.Array, *, squared_relu: bool = False) -> jax.Array:
+    """See `api.chosen_matvec` for the arguments. Each choice's product is rounded as `matvec` rounds."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    rows = x if x.ndim == 3 else jnp.broadcast_to(x[:, None], (*chosen.shape, x.shape[-1]))
+    taken = jnp.take(w, chosen, axis=0, mode="clip")
+    y = lax.dot_general(
+        rows, taken, (((2,), (3,)), ((0, 1), (0, 1))), precision=precision, preferred_element_type=x.dtype
+    )
+    return jnp.square(jax.nn.relu(y.astype(jnp.float32))).astype(x.dtype) if squared_relu else y

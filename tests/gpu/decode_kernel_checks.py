@@ -284,11 +284,11 @@ def attention_cases():
     yield every["nemotron-h-8b"], 2048, (2047,), {}
     yield every["nemotron-h-8b, 8 ranks"], 64, (0, 1, 63, 64), {"alive": (1, 1, 1, 1)}
     yield every["nemotron-nano-9b-v2"], 1000, (0, 1, 64, 999, 1000), {"alive": (0, 1, 0, 1, 1)}
-    yield every["nemotron-3-nano-30b-a3b"], 4100, (4099, 17, 2048), {}
-    yield every["nemotron-h-56b"], 777, (700, 3), {"dtype": "float16"}
+    yield every["nemotron-3-nano-30b-a3b"], 4104, (4099, 17, 2048), {}
+    yield every["nemotron-h-56b"], 776, (700, 3), {"dtype": "float16"}
     yield every["nemotron-3-ultra-550b-a55b"], 32768, (32767, 1), {}
     yield (64, 1), 200, (199, 128), {}
-    yield (3, 3), 130, (129, 128, 65), {}
+    yield (3, 3), 136, (129, 128, 65), {}
     yield every["nemotron-h-8b"], 2048, tuple(range(7, 2048, 48)), {"repeats": 2}
 
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from nemotron_jax.layers.linear import project
 from pallas_kernels import selection
-from pallas_kernels.matvec import matvec, mosaic_gpu, shapes, supported
+from pallas_kernels.matvec import chosen_matvec, matvec, mosaic_gpu, shapes, supported
 from tests.gpu.decode_kernel_checks import error, poison
 from tests.gpu.loops import microseconds
 
@@ -99,6 +99,33 @@ def check_project(seed, rows, outputs, inputs) -> float:
         text = run.lower(x[:, None], w, bias).as_text()
         assert text.count("mosaic_gpu_v2") == 1, "the kernel was not used"
         return compare(run(x[:, None], w, bias), wanted)
+
+
+def check_chosen(seed, rows, k, matrices, outputs, inputs, *, squared_relu=False, repeats=3) -> float:
+    """Products with chosen matrices beside the reference's, both of a block's; matrices that nobody chose hold NaN."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    x = jax.random.normal(keys[0], (rows, inputs), "bfloat16")
+    chosen = jax.random.randint(keys[1], (rows, k), 0, matrices, jnp.int32)
+    named = jnp.zeros(matrices, bool).at[chosen].set(True)[:, None, None]
+    w = jax.random.normal(keys[2], (matrices, outputs, inputs), "bfloat16") * jnp.bfloat16(inputs**-0.5)
+    w = jnp.where(named, w, jnp.nan).astype(x.dtype)
+    exact = jnp.einsum("ri,rkoi->rko", x.astype(jnp.float32), w[chosen].astype(jnp.float32), precision="highest")
+    wanted = exact.astype(x.dtype)
+    if squared_relu:
+        wanted = jnp.square(jnp.maximum(wanted.astype(jnp.float32), 0)).astype(x.dtype)
+    kernel = jax.jit(lambda *a: chosen_matvec(*a, squared_relu=squared_relu, implementation="mosaic_gpu"))
+    first = None
+    for _ in range(repeats):
+        poison()
+        found = kernel(x, w, chosen)
+        first = np.asarray(found).tobytes() if first is None else first
+        assert first == np.asarray(found).tobytes(), "the result moves"
+    off = error(found, wanted)
+    # a value next to a step of the rounding may go to the other side, and its square is twice as far off
+    assert off <= BOUND["bfloat16"] * (2 if squared_relu else 1), f"off by {off:.1e}"
+    each = kernel(jnp.broadcast_to(x[:, None], (rows, k, inputs)), w, chosen)
+    assert np.asarray(each).tobytes() == first, "an x for each choice makes a difference"
+    return off
 
 
 def edges() -> Iterator[tuple[tuple[int, int, int], dict]]:
@@ -241,6 +268,12 @@ def main() -> None:
 
     todo = [*((check, shape, options) for shape, options in edges()), *early]
     todo += [(check_project, shape, {}) for shape in ((1, 4096, 4096), (8, 2320, 4096))]
+    todo += [
+        (check_chosen, (1, 6, 128, 1856, 2688), {"squared_relu": True}),
+        (check_chosen, (1, 6, 128, 2688, 1856), {}),
+        (check_chosen, (3, 6, 128, 2688, 928), {}),
+        (check_chosen, (2, 22, 64, 336, 1024), {"squared_relu": True}),
+    ]
     todo += [(check, shape, {}) for shape in released()]
     worst = 0.0
     for seed, (what, shape, options) in enumerate(todo):

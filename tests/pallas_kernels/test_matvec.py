@@ -14,7 +14,7 @@ from nemotron_jax import NemotronH, NemotronHConfig, step, targets
 from nemotron_jax.cache import Rows
 from nemotron_jax.layers import linear
 from pallas_kernels import Unsupported, selection
-from pallas_kernels.matvec import api, declined, matvec, mosaic_gpu, reference, shapes, supported
+from pallas_kernels.matvec import api, chosen_matvec, declined, matvec, mosaic_gpu, reference, shapes, supported
 from tests import tiny
 from tests.gpu import matvec_checks as checks
 from tests.pallas_kernels.interpreter import interpreter
@@ -58,6 +58,75 @@ def test_no_number_stays_in_its_row():
     with interpreter() as interpret:
         y = mosaic_gpu.matvec(x, w, out_dtype=x.dtype, tiling=Tiling(24, 64, 3, 1, 2), interpret=interpret)
     assert np.isfinite(np.asarray(y, np.float32)).all(1).tolist() == [True, False, True]
+
+
+CHOICES = [
+    # rows, choices of a row, matrices, outputs, inputs; an x for each choice; squared ReLU; tiling
+    ((1, 3, 5, 72, 128), False, True, None),
+    ((2, 2, 3, 208, 192), True, False, Tiling(72, 64, 3, 1, 4)),  # a block goes from one choice to the next
+    ((3, 2, 4, 64, 176), False, False, Tiling(24, 64, 4, 2, 5)),  # a narrow pattern: copies take other rows' x too
+    ((2, 3, 4, 88, 96), True, True, Tiling(64, 128, 2, 1, 2)),
+]
+
+
+def choice_problem(shape, each, dtype="bfloat16"):
+    """Operands of `chosen_matvec`; matrices that nobody chose hold NaN."""
+    rows, k, matrices, outputs, inputs = shape
+    rng = np.random.default_rng(sum(shape))
+    x = rng.standard_normal((rows, k, inputs) if each else (rows, inputs))
+    w = rng.standard_normal((matrices, outputs, inputs)) / inputs**0.5
+    chosen = rng.integers(0, matrices, (rows, k)).astype(np.int32)
+    w[~np.isin(np.arange(matrices), chosen)] = np.nan
+    return jnp.asarray(x, dtype), jnp.asarray(w, dtype), jnp.asarray(chosen)
+
+
+@pytest.mark.parametrize("shape, each, squared, tiling", CHOICES)
+def test_chosen_matrices_in_the_interpreter(shape, each, squared, tiling, count_case):
+    x, w, chosen = choice_problem(shape, each)
+    with interpreter() as interpret:
+        found = mosaic_gpu.matvec(
+            x.reshape(-1, x.shape[-1]), w, chosen.reshape(-1), out_dtype=x.dtype, squared_relu=squared, tiling=tiling,
+            interpret=interpret,
+        ).reshape(*chosen.shape, -1)  # fmt: skip
+    for row, choice in np.ndindex(chosen.shape):
+        mine = x[row, choice] if each else x[row]
+        wanted = reference.matvec(mine[None], w[chosen[row, choice]], out_dtype=x.dtype, squared_relu=squared)[0]
+        checks.compare(found[row, choice], wanted)
+        count_case()
+    plain = chosen_matvec(x, w, chosen, squared_relu=squared, implementation="reference")
+    checks.compare(found, plain)
+
+
+def test_chosen_matrices_faults_and_lowering(count_case):
+    x, w, chosen = choice_problem((2, 3, 4, 64, 64), False)
+    with pytest.raises(ValueError) as caught:
+        chosen_matvec(x[:1], w[:, :, 1:], chosen.astype(jnp.int16), implementation="cuda")
+    for part in ("chosen is int16(2, 3)", "w has shape (4, 64, 63)", "implementation is 'cuda'"):
+        assert part in str(caught.value)
+    with pytest.raises(ValueError, match="x has shape"):
+        chosen_matvec(x[:1], w, chosen)
+    with pytest.raises(Unsupported, match="bfloat16 or float16"):
+        chosen_matvec(x.astype("float32"), w.astype("float32"), chosen, implementation="mosaic_gpu")
+    for rows, k, experts, outputs, inputs in ((1, 6, 128, 1856, 2688), (4, 6, 128, 2688, 928), (2, 22, 512, 336, 1024)):
+        shapes_of = [((rows, inputs), "bfloat16"), ((experts, outputs, inputs), "bfloat16"), ((rows, k), "int32")]
+        operands = [jax.ShapeDtypeStruct(*of) for of in shapes_of]
+        call = jax.jit(functools.partial(chosen_matvec, implementation="mosaic_gpu"))
+        assert call.trace(*operands).lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
+        count_case()
+
+
+def test_the_experts_of_a_decode_step_stream(count_case):
+    """Up, down, both shared ones, and nothing else of that kind; without the choice of kernels there is none."""
+    target = targets.absent("h200", 1, compile=False)
+    config = NemotronHConfig.preset("nemotron-3-nano-30b-a3b")
+    config = dataclasses.replace(
+        config, hybrid_override_pattern="E", block_configs=config.block_configs and config.block_configs[:1]
+    )
+    model = NemotronH(config, mesh=target.mesh())
+    for setting, kernels in (("none", 0), ("matvec", 5)):  # and the head
+        with selection.use(setting):
+            assert step.lower_step(model, 1, 1, 64, target).as_text().count("mosaic_gpu_v2") == kernels
+        count_case()
 
 
 CUTS = [(name, ranks) for name in shapes.SHAPES for ranks in checks.RANKS]
