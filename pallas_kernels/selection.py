@@ -46,20 +46,20 @@ _setting: contextvars.ContextVar[str | None] = contextvars.ContextVar("pallas_ke
 
 
 def parse(setting: str, source: str = "kernels") -> tuple[str, ...]:
-    """The kernels that a setting allows: "auto" those that pay, "none" none, or names with commas.
+    """The kernels that a setting allows: "none" none, or names with commas, of which "auto" stands for those that pay.
 
     Raises:
         ValueError: it names something else.
     """
-    if setting in ("auto", "none"):
-        return AUTO if setting == "auto" else ()
+    if setting == "none":
+        return ()
     names = tuple(setting.split(","))
-    if unknown := [name for name in names if name not in NAMES]:
+    if unknown := [name for name in names if name not in (*NAMES, "auto")]:
         raise ValueError(
-            f"{source} is {setting!r}: no such kernel {', '.join(map(repr, unknown))}; accepted: auto, none, or some "
-            f"of {','.join(NAMES)} with commas"
+            f"{source} is {setting!r}: no such kernel {', '.join(map(repr, unknown))}; accepted: none, or some of "
+            f"auto,{','.join(NAMES)} with commas"
         )
-    return names
+    return tuple(dict.fromkeys(kernel for name in names for kernel in (AUTO if name == "auto" else (name,))))
 
 
 def allowed() -> tuple[str, ...]:
@@ -73,9 +73,9 @@ def allowed() -> tuple[str, ...]:
 
 
 def automatic() -> bool:
-    """Whether nobody has named the kernels to use: then those that do not pay at a size are left out there."""
+    """Whether the kernels of "auto" are meant: then those that do not pay at a size are left out there."""
     inside = _setting.get()
-    return (inside if inside is not None else os.environ.get(VARIABLE) or DEFAULT) == "auto"
+    return "auto" in (inside if inside is not None else os.environ.get(VARIABLE) or DEFAULT).split(",")
 
 
 @contextlib.contextmanager

@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from pallas_kernels.selection import AUTO  # noqa: E402
-
 MODELS = {
     "8b": "nemotron-h-8b",
     "9b": "nemotron-nano-9b-v2",
@@ -164,8 +161,6 @@ def bench(
 
 DRY_PROFILE = "--context 16 --steps 2 --tokens 16 --dtype float32"
 FIVE = "--steps 16 80 --repeats 5"
-MATVEC = ",".join([*AUTO, "matvec"])
-GROUPED = ",".join([*AUTO, "grouped_matmul"])
 WHOLE = "{python} tests/gpu/model_checks.py --out {json}"
 CALLS = "scripts/bench_allreduce_rms_norm.py --out {json}"
 DRY_CALLS = "--variants none,psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192"
@@ -192,7 +187,7 @@ ONE_GPU = [
     ),
     bench(
         "decode_8b", "8B, batch 1, kernels off and on", 95,
-        f"decode {{8b}} --kernels none auto {MATVEC} --repeats 8", ceilings=True,
+        f"decode {{8b}} --kernels none auto auto,matvec --repeats 8", ceilings=True,
     ),
     Job(
         "segments_8b", "pieces that the decode step is cut into, kernels off and on", 50, 100,
@@ -211,7 +206,7 @@ ONE_GPU = [
         "profile_decode_8b", "every kernel of the 8B's decode step, by time", 50, 90,
         "{python} scripts/kernel_times.py decode {8b} --kernels none auto --out {json}", DRY_PROFILE,
     ),
-    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none auto {MATVEC} {FIVE}"),
+    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none auto auto,matvec {FIVE}"),
     bench(
         "prefill_8b", "8B, 8k and 32k", 80, "prefill {8b} --kernels none auto --tokens 8192 32768 --repeats 3",
         DRY_PREFILL,
@@ -232,11 +227,11 @@ ONE_GPU = [
     bench("decode_47b", "47B, batch 1", 80, f"decode {{47b}} --kernels none auto {FIVE}"),
     bench(
         "prefill_nano3", "Nano-3, 8k", 60,
-        f"prefill {{nano3}} --kernels none auto {GROUPED} --tokens 8192 --repeats 5", DRY_PREFILL,
+        f"prefill {{nano3}} --kernels none auto auto,grouped_matmul --tokens 8192 --repeats 5", DRY_PREFILL,
     ),
     Job(
         "profile_nano3", "every kernel of Nano-3's decode step, by time", 50, 90,
-        f"{{python}} scripts/kernel_times.py decode {{nano3}} --kernels {MATVEC} --out {{json}}", DRY_PROFILE,
+        f"{{python}} scripts/kernel_times.py decode {{nano3}} --kernels auto,matvec --out {{json}}", DRY_PROFILE,
     ),
     bench("kernels_8b", "the 8B's operations one by one", 55, "kernels {8b} --batch 1 32 --steps 64 512", DRY_KERNELS),
     Job(

@@ -184,6 +184,8 @@ def test_the_choice(monkeypatch):
         assert selection.allowed() == () and "switched off" in selection.fault("mamba_step")
         with selection.use("rms_norm"):
             assert selection.allowed() == ("rms_norm",)
+    with selection.use("auto,matvec,rms_norm"):
+        assert selection.allowed() == (*selection.AUTO, "matvec") and selection.automatic()
     monkeypatch.setenv(selection.VARIABLE, "none")
     assert selection.allowed() == ()
     monkeypatch.setenv(selection.VARIABLE, "mamba,rms_norm")
