@@ -187,7 +187,7 @@ ONE_GPU = [
     ),
     bench(
         "decode_8b", "8B, batch 1, kernels off and on", 95,
-        f"decode {{8b}} --kernels none auto auto,matvec --repeats 8", ceilings=True,
+        "decode {8b} --kernels none auto auto,matvec --repeats 8", ceilings=True,
     ),
     Job(
         "segments_8b", "pieces that the decode step is cut into, kernels off and on", 50, 100,
@@ -227,11 +227,11 @@ ONE_GPU = [
     bench("decode_47b", "47B, batch 1", 80, f"decode {{47b}} --kernels none auto {FIVE}"),
     bench(
         "prefill_nano3", "Nano-3, 8k", 60,
-        f"prefill {{nano3}} --kernels none auto auto,grouped_matmul --tokens 8192 --repeats 5", DRY_PREFILL,
+        "prefill {nano3} --kernels none auto auto,grouped_matmul --tokens 8192 --repeats 5", DRY_PREFILL,
     ),
     Job(
         "profile_nano3", "every kernel of Nano-3's decode step, by time", 50, 90,
-        f"{{python}} scripts/kernel_times.py decode {{nano3}} --kernels auto,matvec --out {{json}}", DRY_PROFILE,
+        "{python} scripts/kernel_times.py decode {nano3} --kernels auto,matvec --out {json}", DRY_PROFILE,
     ),
     bench("kernels_8b", "the 8B's operations one by one", 55, "kernels {8b} --batch 1 32 --steps 64 512", DRY_KERNELS),
     Job(
