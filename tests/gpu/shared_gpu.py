@@ -123,6 +123,14 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there and has not ended; one that has may wait for a parent that never asks."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
 def check_killed(report: Report, ranks: list[int], options) -> None:
     for n in ranks:
         asked = ["generate", "--prompt", "In the beginning", "--ignore-eos", "--max-new-tokens", 4000, "--stream"]
@@ -147,7 +155,7 @@ def check_killed(report: Report, ranks: list[int], options) -> None:
             continue
         seconds = time.monotonic() - begun
         time.sleep(1)
-        left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+        left = [pid for pid in family if runs(pid)]
         fault = f"left processes {left}" if left else "" if seconds < 30 else f"took {seconds:.0f} s"
         fault = fault or ("" if "process 1" in err else f"not named: {err[-300:]}")
         report.say(f"killed process of {n}", fault, f"all ended within {seconds:.1f} s")
