@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import selection
+from pallas_kernels import gradient, selection
 from pallas_kernels.causal_conv import reference, typed
 from pallas_kernels.errors import Unsupported
 
@@ -66,7 +66,7 @@ def causal_conv(
 ) -> Float[Array, "batch tokens channels"]:
     """silu(depthwise causal convolution + bias), accumulated in float32; the last tap multiplies the current token.
 
-    The kernel reads its inputs once, where they lie, and writes the result once. It has no gradient; the reference has.
+    The kernel reads its inputs once, where they lie, and writes the result once. Its gradient is the reference's.
 
     Args:
         packed: [batch, tokens, columns]; the inputs are its columns from `start` on, as many as there are channels.
@@ -117,4 +117,7 @@ def _run(implementation, start, packed, weight, bias, window):
         window = jnp.zeros((packed.shape[0], weight.shape[2] - 1, weight.shape[0]), packed.dtype)
     operands = (packed, weight, bias, window)
     axes = frozenset().union(*(selection.varying(v) for v in operands if v is not None))
-    return typed.causal_conv(*(None if v is None else selection.vary(v, axes) for v in operands), start=start)
+    call = gradient.as_of(
+        functools.partial(reference.causal_conv, start=start), functools.partial(typed.causal_conv, start=start)
+    )
+    return call(*(None if v is None else selection.vary(v, axes) for v in operands))

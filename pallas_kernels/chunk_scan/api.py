@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import selection
+from pallas_kernels import gradient, selection
 from pallas_kernels.chunk_scan import reference, typed, xla
 from pallas_kernels.errors import Unsupported
 
@@ -126,7 +126,11 @@ def _run(implementation, groups, chunk, xbc, dt, a, d, state):
     # A jitted function of its own: the layers of a model share one trace and one lowering.
     batch, t, heads = dt.shape
     if implementation == "mosaic_gpu" and batch * t > 0:
-        return typed.chunk_scan(xbc, dt, a, d, state, groups=groups)
+        call = gradient.as_of(
+            functools.partial(reference.chunk_scan, groups=groups, chunk=chunk),
+            functools.partial(typed.chunk_scan, groups=groups),
+        )
+        return call(xbc, dt, a, d, state)
     plain = reference if implementation == "reference" else xla
     form = functools.partial(plain.chunk_scan, groups=groups, chunk=chunk)
     chunks = math.ceil(t / chunk)

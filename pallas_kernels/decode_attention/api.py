@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import selection
+from pallas_kernels import gradient, selection
 from pallas_kernels.decode_attention import reference, typed
 from pallas_kernels.decode_attention.shapes import HEAD_DIM
 from pallas_kernels.errors import Unsupported
@@ -79,7 +79,7 @@ def decode_attention(
     """One new token of each row: its key and value go into slot `length`, its queries see slots 0 to `length`.
 
     Scores are scaled by head_dim ** -0.5; scores, softmax and sums are in float32. What the slots behind a row's tokens
-    hold does not matter. Query heads of one KV head are neighbours. The kernel has no gradient; the reference has.
+    hold does not matter. Query heads of one KV head are neighbours. The kernel's gradient is the reference's.
 
     Args:
         qkv: [rows, q_heads + 2 * kv_heads, head_dim]: queries, then the new keys, then the new values.
@@ -142,4 +142,5 @@ def _run(implementation, *operands):
     if implementation == "reference" or operands[0].shape[0] == 0:
         return reference.decode_attention(*operands)
     axes = frozenset().union(*(selection.varying(x) for x in operands if x is not None))
-    return typed.decode_attention([None if x is None else selection.vary(x, axes) for x in operands])
+    call = gradient.as_of(reference.decode_attention, lambda *operands: typed.decode_attention(list(operands)))
+    return call(*(None if x is None else selection.vary(x, axes) for x in operands))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import selection
+from pallas_kernels import gradient, selection
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.gated_norm import reference, typed
 
@@ -79,8 +79,8 @@ def gated_norm(
 ) -> Float[Array, "*rows inner"]:
     """RMSNorm over each group of y * silu(z), times the weight; in float32, with one cast at the end.
 
-    The kernel reads y and z once and writes the result once; z stays where it is. It has no gradient; the reference
-    has.
+    The kernel reads y and z once and writes the result once; z stays where it is. Its gradient is the
+    reference's.
 
     Args:
         y: [..., inner], what is gated; the kernel needs float32.
@@ -126,4 +126,7 @@ def _run(implementation, groups, eps, start, *operands):
     if implementation == "reference":
         return reference.gated_norm(*operands, **kwargs)
     axes = frozenset().union(*(selection.varying(v) for v in operands))
-    return typed.gated_norm(*(selection.vary(v, axes) for v in operands), **kwargs)
+    call = gradient.as_of(
+        functools.partial(reference.gated_norm, **kwargs), functools.partial(typed.gated_norm, **kwargs)
+    )
+    return call(*(selection.vary(v, axes) for v in operands))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import selection
+from pallas_kernels import gradient, selection
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.grouped_matmul import reference
 
@@ -57,7 +57,7 @@ def grouped_matmul(
 ) -> Float[Array, "rows outputs"]:
     """Each tile of rows times the matrix of its group; whatever a row holds, it reaches no other row.
 
-    The kernel has no gradient; the reference has.
+    The kernel's gradient is the reference's.
 
     Args:
         x: [tiles * row tile, inputs].
@@ -108,5 +108,10 @@ def _run(implementation, squared_relu, *operands):
     from pallas_kernels.grouped_matmul import mosaic_gpu
 
     axes = frozenset().union(*map(selection.varying, operands))
-    y = mosaic_gpu.grouped_matmul(*(selection.vary(v, axes) for v in operands), squared_relu=squared_relu)
-    return selection.vary(y, axes)  # a kernel's outputs carry no varying axes of their own
+
+    def kernel(*operands):
+        y = mosaic_gpu.grouped_matmul(*operands, squared_relu=squared_relu)
+        return selection.vary(y, axes)  # a kernel's outputs carry no varying axes of their own
+
+    call = gradient.as_of(functools.partial(reference.grouped_matmul, squared_relu=squared_relu), kernel)
+    return call(*(selection.vary(v, axes) for v in operands))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import selection
+from pallas_kernels import gradient, selection
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.mamba_step import reference, typed
 
@@ -92,7 +92,7 @@ def mamba_step(
 ) -> tuple[Float[Array, "rows inner"], Float[Array, "rows past channels"], Float[Array, "rows heads head_dim state"]]:
     """One token of each row through a Mamba-2 block, between its projections.
 
-    The kernel has no gradient; the reference has.
+    The kernel's gradient is the reference's.
 
     Args:
         zxbcdt: [rows, 2 * inner + 2 * groups * state + heads]: gate z, then x, B, C, then the raw step sizes.
@@ -179,4 +179,7 @@ def _run(implementation, groups, eps, time_step_limit, *operands):
     if implementation == "reference" or operands[0].shape[0] == 0:
         return reference.mamba_step(*operands, **kwargs)
     axes = frozenset().union(*(selection.varying(x) for x in operands if x is not None))
-    return typed.mamba_step([None if x is None else selection.vary(x, axes) for x in operands], **kwargs)
+    call = gradient.as_of(
+        functools.partial(reference.mamba_step, **kwargs), lambda *operands: typed.mamba_step(list(operands), **kwargs)
+    )
+    return call(*(None if x is None else selection.vary(x, axes) for x in operands))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import selection
+from pallas_kernels import gradient, selection
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.prefill_attention import reference, typed
 
@@ -66,8 +66,8 @@ def prefill_attention(
     """Query i of a row sees the slots 0 to start + i. The new tokens' keys and values are in the cache already.
 
     Scores are scaled by head_dim ** -0.5; scores, softmax and sums are in float32; the kernel rounds the weights to q's
-    dtype before they meet the values. Query heads of one KV head are neighbours. The kernel has no gradient; the
-    reference has. Where tokens or slots are no multiple of 8 the kernel works on padded copies.
+    dtype before they meet the values. Query heads of one KV head are neighbours. The kernel's gradient is the
+    reference's. Where tokens or slots are no multiple of 8 the kernel works on padded copies.
 
     Args:
         q: [rows, tokens, heads, head_dim], of which the first `q_heads` heads are queries: a packed projection need not
@@ -132,4 +132,8 @@ def _run(implementation, q_heads, clean, q, k, v, start, new):
         v = jnp.where(filled[:, :, None, None], v, 0)
     operands = (q, k, v, start, new)
     axes = frozenset().union(*(selection.varying(x) for x in operands))
-    return typed.prefill_attention(*(selection.vary(x, axes) for x in operands), q_heads=q_heads)
+    call = gradient.as_of(
+        functools.partial(reference.prefill_attention, q_heads=q_heads),
+        functools.partial(typed.prefill_attention, q_heads=q_heads),
+    )
+    return call(*(selection.vary(x, axes) for x in operands))

@@ -108,8 +108,10 @@ def test_faults_at_once_and_refusals():
         causal_conv(packed, weight, bias, window, start=8, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("setting, reason", [("causal_conv", None), ("auto", "switched off"), ("none", "off")])
-def test_only_who_asks_gets_it(setting, reason):
+@pytest.mark.parametrize(
+    "setting, reason", [("causal_conv", None), ("auto", None), ("matvec", "switched off"), ("none", "off")]
+)
+def test_the_choice(setting, reason):
     device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
     packed, weight, *_ = types(shapes.SHAPES["nemotron-h-8b"], 1, 4096)

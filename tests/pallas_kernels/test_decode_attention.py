@@ -197,8 +197,10 @@ def test_faults_at_once_and_refusals():
         decode_attention(qkv, k, v, length, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("setting, reason", [("decode_attention", None), ("auto", "switched off"), ("none", "off")])
-def test_only_who_asks_gets_it(setting, reason):
+@pytest.mark.parametrize(
+    "setting, reason", [("decode_attention", None), ("auto", None), ("matvec", "switched off"), ("none", "off")]
+)
+def test_the_choice(setting, reason):
     device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
     k = jax.ShapeDtypeStruct((1, 2048, 8, 128), jnp.bfloat16)

@@ -224,7 +224,7 @@ def test_faults_at_once_and_refusals():
     "setting, rows, reason",
     [("matvec", 8, None), ("matvec", 9, "at most 8 rows"), ("auto", 1, "switched off"), ("none", 1, "switched off")],
 )
-def test_only_who_asks_gets_it(setting, rows, reason):
+def test_the_choice(setting, rows, reason):
     device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
     with selection.use(setting), jax.sharding.use_abstract_mesh(mesh):

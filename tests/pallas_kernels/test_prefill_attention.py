@@ -214,11 +214,12 @@ def test_empty_calls():
         ("prefill_attention", 64, 2048, None),
         ("prefill_attention", 63, 2048, "64 tokens"),
         ("prefill_attention", 64, 0, "no slot"),
-        ("auto", 64, 2048, "switched off"),
+        ("auto", 64, 2048, None),
+        ("matvec", 64, 2048, "switched off"),
         ("none", 64, 2048, "off"),
     ],
 )
-def test_only_who_asks_gets_it(setting, tokens, slots, reason):
+def test_the_choice(setting, tokens, slots, reason):
     device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
     k = jax.ShapeDtypeStruct((1, slots, 8, 128), jnp.bfloat16)
