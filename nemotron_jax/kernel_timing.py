@@ -20,7 +20,7 @@ from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers import experts
 from nemotron_jax.layers.linear import project
 from nemotron_jax.timing import FLOPS_PER_SECOND, HBM_BYTES_PER_SECOND, slope
-from pallas_kernels import rms_norm
+from pallas_kernels import Unsupported, matvec, rms_norm, selection
 from pallas_kernels.mamba_step import mamba_step
 from pallas_kernels.mamba_step.shapes import TAPS
 
@@ -138,14 +138,14 @@ def _copies(make: Callable[[int], Any], size: int) -> list[Any]:
     return [make(i) for i in range(min(MOST_COPIES, max(1, -(-CACHE_BYTES // max(size, 1)))))]
 
 
-def _normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
+def normal(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
 
 
 def norm(config: NemotronHConfig, rows: int, dtype: Any) -> Operation:
     hidden = config.hidden_size
-    x, residual = _normal(0, (rows, hidden), dtype), _normal(1, (rows, hidden), dtype)
-    weight = 1 + _normal(2, (hidden,), jnp.float32, 0.1)
+    x, residual = normal(0, (rows, hidden), dtype), normal(1, (rows, hidden), dtype)
+    weight = 1 + normal(2, (hidden,), jnp.float32, 0.1)
 
     def call(implementation, chained, copy):
         x, residual = chained
@@ -161,12 +161,12 @@ def mamba(config: NemotronHConfig, rows: int, dtype: Any) -> Operation:
     inner, channels = heads * p, heads * p + 2 * groups * e
     uniform = jax.random.uniform(jax.random.key(9), (heads,), minval=1.0, maxval=16.0)
     fixed = (
-        _normal(1, (channels, 1, TAPS), jnp.float32, 0.5),
-        _normal(2, (channels,), jnp.float32, 0.1),
+        normal(1, (channels, 1, TAPS), jnp.float32, 0.5),
+        normal(2, (channels,), jnp.float32, 0.1),
         jnp.log(uniform),
-        _normal(3, (heads,), jnp.float32),
-        _normal(4, (heads,), jnp.float32, 3.0),
-        1 + _normal(5, (inner,), jnp.float32, 0.1),
+        normal(3, (heads,), jnp.float32),
+        normal(4, (heads,), jnp.float32, 3.0),
+        1 + normal(5, (inner,), jnp.float32, 0.1),
         jnp.ones((rows,), jnp.int32),
     )
 
@@ -180,14 +180,14 @@ def mamba(config: NemotronHConfig, rows: int, dtype: Any) -> Operation:
 
     def copy(i: int):
         return (
-            _normal(100 + i, (rows, TAPS - 1, channels), dtype),
-            _normal(200 + i, (rows, heads, p, e), jnp.float32),
+            normal(100 + i, (rows, TAPS - 1, channels), dtype),
+            normal(200 + i, (rows, heads, p, e), jnp.float32),
         )
 
     state = rows * inner * e * 4
     itemsize = jnp.dtype(dtype).itemsize
     moved = 2 * state + rows * itemsize * (2 * 3 * channels + 2 * inner + channels + heads)
-    zx = _normal(0, (rows, inner + channels + heads), dtype)
+    zx = normal(0, (rows, inner + channels + heads), dtype)
     shape = f"{rows} x {heads} heads of {p}, state {e}, groups {groups}"
     return Operation("mamba_step", shape, ("reference", "mosaic_gpu"), call, zx, _copies(copy, state), moved)
 
@@ -197,14 +197,19 @@ def routed(config: NemotronHConfig, rows: int, dtype: Any) -> Operation:
     width = config.moe_latent_size or config.hidden_size
     rng = np.random.default_rng(0)
     weights = jnp.full((rows, k), 1.0 / k, jnp.float32)
-    up = _normal(1, (number, f, width), dtype, width**-0.5)
-    down = _normal(2, (number, width, f), dtype, f**-0.5)
+    up = normal(1, (number, f, width), dtype, width**-0.5)
+    down = normal(2, (number, width, f), dtype, f**-0.5)
     # many choices, so that no call finds another's experts in the cache
     chosen = [np.argsort(rng.random((rows, number)), -1)[:, :k].astype(np.int32) for _ in range(MOST_COPIES)]
 
     def result(implementation, chained, copy):
         x, up, down = chained
-        return experts.expert_sum(x, up, down, copy, weights, implementation)
+        if implementation != "gather, matvec":
+            return experts.expert_sum(x, up, down, copy, weights, implementation)
+        with selection.use("matvec"):
+            if not experts.streams(x, up, down, copy):
+                raise Unsupported("matvec: the kernel does not run here or cannot serve these shapes")
+            return experts.expert_sum(x, up, down, copy, weights, "gather")
 
     def call(implementation, chained, copy):
         x, *matrices = chained
@@ -212,8 +217,9 @@ def routed(config: NemotronHConfig, rows: int, dtype: Any) -> Operation:
 
     used = float(np.mean([len(np.unique(c)) for c in chosen]))
     moved = int(used * 2 * f * width * jnp.dtype(dtype).itemsize)
-    names = tuple(n for n in experts.IMPLEMENTATIONS if n != "gather" or rows * k <= 4 * number)
-    x = _normal(0, (rows, width), dtype)
+    few = ("gather", "gather, matvec") if rows * k <= 4 * number else ()
+    names = (*(n for n in experts.IMPLEMENTATIONS if n != "gather"), *few)
+    x = normal(0, (rows, width), dtype)
     copies = [jnp.asarray(c) for c in chosen]
     shape = f"{rows} x {k} of {number}, {f} x {width}"
     flops = 4 * rows * k * f * width
@@ -238,14 +244,18 @@ def projections(config: NemotronHConfig, rows: int, dtype: Any) -> Iterator[Oper
 
 
 def _projection(name: str, out: int, width: int, rows: int, dtype: Any) -> Operation:
+    def result(implementation, x, matrix):
+        if implementation != "xla":
+            return matvec.matvec(x, matrix, implementation=implementation)
+        with selection.use("none"):
+            return project(x, matrix)
+
     def call(implementation, x, matrix):
-        y = project(x, matrix)
+        y = result(implementation, x, matrix)
         # a reduction of all of y, so small that it changes nothing: the next product waits for this one
         return (x + 1e-6 * jnp.max(y.astype(jnp.float32), -1, keepdims=True)).astype(x.dtype), matrix
 
     size = out * width * jnp.dtype(dtype).itemsize
-    copies = _copies(lambda i: _normal(i, (out, width), dtype, width**-0.5), size)
-    shape = f"{rows} x {width} by {out}"
-    return Operation(
-        name, shape, ("xla",), call, _normal(99, (rows, width), dtype), copies, size, 2 * rows * out * width
-    )
+    copies = _copies(lambda i: normal(i, (out, width), dtype, width**-0.5), size)
+    shape, x = f"{rows} x {width} by {out}", normal(99, (rows, width), dtype)
+    return Operation(name, shape, ("xla", "mosaic_gpu"), call, x, copies, size, 2 * rows * out * width, result)

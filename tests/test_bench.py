@@ -57,6 +57,7 @@ def test_one_plan_that_fails_leaves_the_others(monkeypatch, tmp_path):
 
 def test_kernels_runs_every_operation_of_the_pattern(monkeypatch, tmp_path, count_case):
     arguments = ["kernels", str(TINY / "moe_nano" / "hf"), "--steps", "8", "16", "--repeats", "1", "--dtype", "float32"]
+    arguments += ["--tokens", "70"]
     monkeypatch.setattr(kernel_timing, "_time", lambda *a: timing.Timing(1e-6, 1e-6, 1e-6))
     status, result = bench(monkeypatch, tmp_path, *arguments, tensor=1)
     assert status == cli.DONE
@@ -69,7 +70,13 @@ def test_kernels_runs_every_operation_of_the_pattern(monkeypatch, tmp_path, coun
         ("experts", "blocks"),
     } <= timed
     assert {("in_proj", "xla"), ("out_proj", "xla"), ("qkv", "xla"), ("o", "xla"), ("head", "xla")} <= timed
-    assert "Unsupported" in found["mamba_step", "mosaic_gpu"]["problem"]
+    assert {("causal_conv", "reference"), ("gated_norm", "reference"), ("prefill_attention", "xla")} <= timed
+    assert ("chunk_scan", "reference") in timed and ("chunk_scan", "xla") not in timed  # which is for bfloat16
+    kernels = {operation for operation, implementation in found if implementation == "mosaic_gpu"}
+    assert kernels >= {"mamba_step", "chunk_scan", "causal_conv", "gated_norm", "prefill_attention", "head", "o"}
+    for operation in kernels:  # here they are refused or not there, and nothing else takes their place
+        assert found[operation, "mosaic_gpu"]["problem"].startswith(("Unsupported", "NotImplementedError"))
+    assert "Unsupported" in found["experts", "gather, matvec"]["problem"]
     assert found["experts", "blocks"]["relative_rms"] < 1e-5
     count_case(len(timed))
 

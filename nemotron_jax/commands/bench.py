@@ -40,7 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", type=positive, nargs="+", default=[2048], metavar="N", help="decode: tokens before"
     )
-    parser.add_argument("--tokens", type=positive, nargs="+", default=[8192], metavar="N", help="prefill: new tokens")
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="prefill: new tokens (default: 8192); kernels: a prefill's operations at so many tokens too",
+    )
     parser.add_argument(
         "--steps", type=positive, nargs=2, default=[32, 160], metavar="N", help="the loop's two lengths"
     )
@@ -84,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     result["setup_seconds"] = round(time.perf_counter() - begin, 1)
     ok = True
     for batch in args.batch:
-        for size in args.context if args.what == "decode" else args.tokens:
+        for size in args.context if args.what == "decode" else args.tokens or [8192]:
             expected, timed = None, {}
             plans = ["none", *(args.plans or [args.fusion])] if model.axis.size > 1 else ["none"]
             for plan, kernels in dict.fromkeys([("none", "none"), *itertools.product(plans, args.kernels)]):
@@ -158,13 +164,14 @@ def _keep(args: argparse.Namespace, result: dict) -> None:
 def _kernels(args: argparse.Namespace, mesh, result: dict) -> int:
     if mesh.size > 1:
         raise ValueError(f"bench kernels: found a mesh of {mesh.size} devices, accepted one")
-    from nemotron_jax import kernel_timing
+    from nemotron_jax import kernel_timing, kernel_timing_prefill
     from nemotron_jax.inspection import read_config
 
     _, config = read_config(args.model)
     dtype = args.dtype or config.dtype
     for rows in args.batch:
-        for operation in kernel_timing.operations(config, rows, dtype):
+        prefill = [kernel_timing_prefill.operations(config, rows, n, dtype) for n in args.tokens or ()]
+        for operation in itertools.chain(kernel_timing.operations(config, rows, dtype), *prefill):
             for row in kernel_timing.measure(operation, dtype, tuple(args.steps), args.repeats):
                 result["rows"].append(row)
                 ms, name = row["ms"], f"{row['operation']} {row['shape']} {row['implementation']}"

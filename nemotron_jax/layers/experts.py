@@ -107,16 +107,21 @@ def gather(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
     experts = up.shape[0]
     stand_in = jnp.min(chosen, axis=1, keepdims=True)
     index = jnp.where(chosen < experts, chosen, jnp.where(stand_in < experts, stand_in, 0))
-    if _streams(x, up, chosen) and _streams(x, down, chosen):
+    if streams(x, up, down, chosen):
         h = matvec.chosen_matvec(x, up, index, squared_relu=True, implementation="mosaic_gpu")
         return matvec.chosen_matvec(h, down, index, implementation="mosaic_gpu")
     return _gathered(x, up, down, lambda matrices: jnp.take(matrices, index, axis=0, mode="clip"))
 
 
-def _streams(x: jax.Array, matrices: jax.Array, chosen: jax.Array) -> bool:
-    _, outputs, inputs = matrices.shape
-    shape = dict(choices=chosen.size, outputs=outputs, inputs=inputs)
-    return matvec.chosen_declined(**shape, dtype=x.dtype, w_dtype=matrices.dtype) is None
+def streams(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> bool:
+    """Whether the products of `gather` run in the kernel, in the program that is being traced."""
+    return all(
+        matvec.chosen_declined(
+            choices=chosen.size, outputs=w.shape[1], inputs=w.shape[2], dtype=x.dtype, w_dtype=w.dtype
+        )
+        is None
+        for w in (up, down)
+    )
 
 
 def gather_rows(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
