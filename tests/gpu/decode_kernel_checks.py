@@ -8,6 +8,7 @@ find results that move.
 
 import argparse
 import faulthandler
+import functools
 import json
 import time
 
@@ -22,7 +23,7 @@ from pallas_kernels import rms_norm, selection
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import shapes as attention_shapes
 from pallas_kernels.mamba_step import mamba_step, shapes
-from tests.gpu.loops import microseconds
+from tests.gpu.loops import checked, microseconds, shown
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-6}
 LIMIT = (0.001, float("inf"))
@@ -312,30 +313,24 @@ def main() -> None:
             with open(args.out, "w") as file:
                 json.dump(head | {"rows": rows}, file, indent=1)
 
+    use, todo = functools.partial, []
+    for seed, (shape, n, dtype, state_dtype, options) in enumerate(cases()):
+        about = {"mamba_step": shape, "rows": n, "dtype": dtype}
+        todo.append((about, use(check_mamba_step, seed, shape, n, dtype, state_dtype, **options)))
+    for seed, (n, hidden) in enumerate(((1, 4096), (3, 2688), (64, 8192), (2, 200))):
+        about = {"rms_norm": hidden, "rows": n}
+        todo.append((about, use(check_rms_norm, seed, n, hidden, "bfloat16", ("bfloat16", "float32")[seed % 2])))
+    for seed, (heads, slots, lengths, options) in enumerate(attention_cases()):
+        about = {"decode_attention": heads, "slots": slots, "rows": len(lengths)}
+        todo.append((about, use(check_decode_attention, seed, heads, slots, lengths, **options)))
+    for number, found in checked([check for _, check in todo], begin + args.seconds / 2):
+        failed += isinstance(found, Exception)
+        say(todo[number][0] | {"error": "not run, no time" if found is None else shown(found)})
+    if time.monotonic() - begin < args.seconds:
+        (_, found), *_ = checked([check_beyond_32_bits], begin + args.seconds)
+        failed += isinstance(found, Exception)
+        say({"decode_attention": "beyond 2 ** 31 elements", "error": shown(found)})
     with selection.use("auto"):
-        for seed, (shape, n, dtype, state_dtype, options) in enumerate(cases()):
-            try:
-                found = check_mamba_step(seed, shape, n, dtype, state_dtype, **options)
-            except Exception as e:  # every case is tried, and the failures counted
-                failed, found = failed + 1, f"FAILED {type(e).__name__} {str(e)[:150]}"
-            say({"mamba_step": shape, "rows": n, "dtype": dtype, "errors": found})
-        for seed, (n, hidden) in enumerate(((1, 4096), (3, 2688), (64, 8192), (2, 200))):
-            try:
-                found = check_rms_norm(seed, n, hidden, "bfloat16", ("bfloat16", "float32")[seed % 2])
-            except Exception as e:
-                failed, found = failed + 1, f"FAILED {type(e).__name__} {str(e)[:150]}"
-            say({"rms_norm": hidden, "rows": n, "error": found})
-        for seed, (heads, slots, lengths, options) in enumerate(attention_cases()):
-            try:
-                found = check_decode_attention(seed, heads, slots, lengths, **options)
-            except Exception as e:
-                failed, found = failed + 1, f"FAILED {type(e).__name__} {str(e)[:150]}"
-            say({"decode_attention": heads, "slots": slots, "rows": len(lengths), "error": found})
-        try:
-            found = check_beyond_32_bits()
-        except Exception as e:
-            failed, found = failed + 1, f"FAILED {type(e).__name__} {str(e)[:150]}"
-        say({"decode_attention": "beyond 2 ** 31 elements", "error": found})
         for name, n in (
             ("nemotron-h-8b", 1),
             ("nemotron-h-8b", 32),

@@ -8,6 +8,7 @@ repeated on equal inputs, with NaN left in memory before, to find results that m
 
 import argparse
 import faulthandler
+import functools
 import time
 
 import jax
@@ -18,6 +19,7 @@ from nemotron_jax.layers.experts import expert_sum, kernel_fault
 from pallas_kernels import selection
 from pallas_kernels.grouped_matmul import grouped_matmul, shapes
 from tests.gpu.decode_kernel_checks import error, poison
+from tests.gpu.loops import checked, shown
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3}
 
@@ -133,16 +135,12 @@ def main() -> None:
     begin, failed = time.monotonic(), 0
     todo = [(check, shape, options) for shape, options in cases()]
     todo += [(check_experts, shape, {"tokens": tokens}) for shape, tokens in expert_cases()]
-    for seed, (what, shape, options) in enumerate(todo):
-        if time.monotonic() - begin > args.seconds:
-            print(f"time is up: {len(todo) - seed} not run")
-            failed += 1
-            break
-        try:
-            found = f"{what(seed, shape, **options):.1e}"
-        except Exception as e:  # every case is tried, and the failures counted
-            failed, found = failed + 1, f"FAILED {type(e).__name__} {str(e)[:150]}"
-        print(f"{time.monotonic() - begin:5.1f}s {what.__name__} {shape} {options} {found}", flush=True)
+    calls = [functools.partial(what, seed, shape, **options) for seed, (what, shape, options) in enumerate(todo)]
+    for number, found in checked(calls, begin + args.seconds):
+        what, shape, options = todo[number]
+        failed += found is None or isinstance(found, Exception)
+        text = "not run, no time" if found is None else f"{found:.1e}" if isinstance(found, float) else shown(found)
+        print(f"{time.monotonic() - begin:5.1f}s {what.__name__} {shape} {options} {text}", flush=True)
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}:", "FAILED" if failed else "all right", failed)
     raise SystemExit(bool(failed))
 

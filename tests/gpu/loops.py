@@ -1,8 +1,9 @@
-"""Time of one iteration of a loop on the device."""
+"""Time of one iteration of a loop on the device; checks of which nearly all of the time goes into compiling."""
 
+import concurrent.futures
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,3 +41,34 @@ def microseconds(
     short = seconds(loops[0])[0]
     long, state = seconds(loops[1])
     return (long - short) / (loops[1] - loops[0]) * 1e6, state
+
+
+def checked(checks: Sequence[Callable[[], Any]], until: float) -> Iterator[tuple[int, Any]]:
+    """Run checks, on a GPU several at the same time, since compiling is the most of it.
+
+    Args:
+      checks: in the order in which they are begun.
+      until: `time.monotonic()` from which on none is begun.
+
+    Yields:
+      (number, result) of each as it ends, the exception where it raised one, None where it was not begun.
+    """
+
+    def run(check: Callable[[], Any]) -> Any:
+        if time.monotonic() > until:
+            return None
+        try:
+            return check()
+        except Exception as error:  # every case is tried
+            return error
+
+    # the interpreter of kernels knows no threads
+    with concurrent.futures.ThreadPoolExecutor(8 if jax.default_backend() == "gpu" else 1) as pool:
+        numbers = {pool.submit(run, check): number for number, check in enumerate(checks)}
+        for future in concurrent.futures.as_completed(numbers):
+            yield numbers[future], future.result()
+
+
+def shown(found: Any) -> Any:
+    """A result as it is printed."""
+    return f"FAILED {type(found).__name__} {str(found)[:200]}" if isinstance(found, Exception) else found

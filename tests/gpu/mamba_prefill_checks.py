@@ -27,7 +27,7 @@ from pallas_kernels.gated_norm import mosaic_gpu as norm_kernel
 from pallas_kernels.gated_norm import shapes as norm_shapes
 from pallas_kernels.gated_norm.api import FEWEST_ROWS
 from tests.gpu.decode_kernel_checks import poison
-from tests.gpu.loops import microseconds
+from tests.gpu.loops import checked, microseconds, shown
 
 FORMS = ("reference", "mosaic_gpu")
 EPS = 1e-5
@@ -203,16 +203,20 @@ def main() -> None:
                 json.dump(head | {"failed": sorted(failed), "rows": rows}, f, indent=1)
 
     # Half of the time is for timings, whatever the checks take.
-    for seed, (what, name, shape, batch, tokens) in enumerate(cases(args.small)):
-        if late(0.5):
-            say({"left out": f"checks from {what}, {name}, {batch} x {tokens} on"})
-            break
-        try:
-            found = check(what, seed, shape, batch, tokens)
-        except Exception as e:
+    todo = [
+        (functools.partial(check, what, seed, shape, batch, tokens), what, name, batch, tokens)
+        for seed, (what, name, shape, batch, tokens) in enumerate(cases(args.small))
+    ]
+    left_out = 0
+    for number, found in checked([call for call, *_ in todo], begin + args.seconds / 2):
+        _, what, name, batch, tokens = todo[number]
+        if isinstance(found, Exception):
             failed.add(f"{what} of {name}")
-            found = f"FAILED {type(e).__name__} {str(e)[:200]}"
-        say({"check": what, "shape": name, "batch": batch, "tokens": tokens, "differ": found})
+        left_out += found is None
+        if found is not None:
+            say({"check": what, "shape": name, "batch": batch, "tokens": tokens, "differ": shown(found)})
+    if left_out:
+        say({"left out": f"{left_out} checks"})
     table = []
     for what, name, shape, batch, tokens in timed(args.small):
         if late(1):

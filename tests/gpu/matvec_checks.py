@@ -10,6 +10,7 @@ over different matrices, more than the second-level cache holds, of the kernel's
 import argparse
 import dataclasses
 import faulthandler
+import functools
 import json
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from nemotron_jax.layers.linear import project
 from pallas_kernels import selection
 from pallas_kernels.matvec import chosen_matvec, matvec, mosaic_gpu, shapes, supported
 from tests.gpu.decode_kernel_checks import error, poison
-from tests.gpu.loops import microseconds
+from tests.gpu.loops import checked, microseconds, shown
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-5}  # by the result's dtype
 STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
@@ -276,16 +277,17 @@ def main() -> None:
     ]
     todo += [(check, shape, {}) for shape in released()]
     worst = 0.0
-    for seed, (what, shape, options) in enumerate(todo):
-        if spent() > args.seconds / 2:
-            print(f"half of the time is gone: {len(todo) - seed} checks not run", flush=True)
-            break
-        done += 1
-        try:
-            worst = max(worst, what(seed, *shape, **options))
-        except Exception as e:  # every case is tried, and the failures counted
+    calls = [functools.partial(what, seed, *shape, **options) for seed, (what, shape, options) in enumerate(todo)]
+    for number, found in checked(calls, begin + args.seconds / 2):
+        what, shape, options = todo[number]
+        if isinstance(found, Exception):
             failed += 1
-            print(f"{what.__name__} {shape} {options} FAILED {type(e).__name__} {str(e)[:200]}", flush=True)
+            print(f"{what.__name__} {shape} {options} {shown(found)}", flush=True)
+        elif found is not None:
+            worst = max(worst, found)
+        done += found is not None
+    if done < len(todo):
+        print(f"half of the time is gone: {len(todo) - done} checks not run", flush=True)
     print(f"{spent():5.1f}s {done} checks, {failed} failed, largest error {worst:.1e}", flush=True)
     seen = set()
     for part in plan():

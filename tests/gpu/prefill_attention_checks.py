@@ -9,6 +9,7 @@ anywhere, without a GPU the kernel in the interpreter: that shows that the progr
 """
 
 import argparse
+import collections
 import faulthandler
 import functools
 import json
@@ -23,7 +24,7 @@ from nemotron_jax.cache import Rows
 from nemotron_jax.layers.attention import attend
 from pallas_kernels.prefill_attention import mosaic_gpu, prefill_attention, reference, shapes
 from tests.gpu.decode_kernel_checks import error, poison
-from tests.gpu.loops import microseconds
+from tests.gpu.loops import checked, microseconds, shown
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3}  # weights are rounded once and the result once
 PART_BOUND = {"bfloat16": 8e-3, "float16": 2e-3}  # over one head, or 64 queries of a row
@@ -252,20 +253,34 @@ def main() -> None:
             return f"FAILED {type(e).__name__} {str(e)[:200]}"
 
     # Half of the time is for timings, whatever the checks take.
-    def check_all(name):
-        for seed, (heads, tokens, slots, start, new, options) in enumerate(cases(args.small)):
-            if late(0.5):
-                say({"left out": f"checks of {name!r} from {heads}, {tokens} tokens, {slots} slots on"})
-                return
-            found = tried(name, check, seed, name, heads, tokens, slots, start, new, **options)
-            say({"check": name, "heads": heads, "tokens": tokens, "slots": slots, "start": start, "error": found})
-
     tilings = ("kernel",) if args.small else tuple(TILINGS)
-    for name in tilings:
-        check_all(name)
-        if name == "kernel" and not args.small and not late(0.5):
-            found = tried("kernel", check_beyond_32_bits)
-            say({"check": "kernel", "cache": "beyond 2 ** 31 elements", "error": found})
+    todo = [
+        (
+            functools.partial(check, seed, name, heads, tokens, slots, start, new, **options),
+            name,
+            heads,
+            tokens,
+            slots,
+            start,
+        )
+        for name in tilings
+        for seed, (heads, tokens, slots, start, new, options) in enumerate(cases(args.small))
+    ]
+    left_out = collections.Counter()
+    for number, found in checked([call for call, *_ in todo], begin + args.seconds / 2):
+        _, name, heads, tokens, slots, start = todo[number]
+        if isinstance(found, Exception):
+            failed.add(name)
+        left_out[name] += found is None
+        if found is not None:
+            say(
+                {"check": name, "heads": heads, "tokens": tokens, "slots": slots, "start": start, "error": shown(found)}
+            )
+    if not args.small and not late(0.5):
+        found = tried("kernel", check_beyond_32_bits)
+        say({"check": "kernel", "cache": "beyond 2 ** 31 elements", "error": found})
+    if left_out.total():
+        say({"left out": {f"checks of {name!r}": count for name, count in left_out.items() if count}})
     names = ("xla", *tilings)
     table = ["| heads | tokens at start | " + " | ".join(f"{n} us | {n} TFLOP/s" for n in names) + " |"]
     table.append("|" + "---|" * (2 + 2 * len(names)))

@@ -21,7 +21,7 @@ from jax import lax
 
 from pallas_kernels.chunk_scan import chunk_scan, mosaic_gpu, shapes
 from tests.gpu.decode_kernel_checks import poison
-from tests.gpu.loops import microseconds
+from tests.gpu.loops import checked, microseconds, shown
 from tests.pallas_kernels.chunk_scan_cases import error, problem
 
 FORMS = ("reference", "xla", "mosaic_gpu")
@@ -152,17 +152,21 @@ def main() -> None:
                 json.dump(head | {"failed": sorted(failed), "rows": rows}, f, indent=1)
 
     # Half of the time is for timings, whatever the checks take.
-    for seed, (name, shape, batch, tokens) in enumerate(cases(args.small)):
-        if late(0.5):
-            say({"left out": f"checks from {name}, {batch} x {tokens} on"})
-            break
-        for which in ("xla", "mosaic_gpu"):
-            try:
-                found = check(seed, which, shape, batch, tokens)
-            except Exception as e:
-                failed.add(f"{which} of {name}")
-                found = f"FAILED {type(e).__name__} {str(e)[:200]}"
-            say({"check": which, "shape": name, "batch": batch, "tokens": tokens, "error": found})
+    todo = [
+        (functools.partial(check, seed, which, shape, batch, tokens), which, name, batch, tokens)
+        for seed, (name, shape, batch, tokens) in enumerate(cases(args.small))
+        for which in ("xla", "mosaic_gpu")
+    ]
+    left_out = 0
+    for number, found in checked([call for call, *_ in todo], begin + args.seconds / 2):
+        _, which, name, batch, tokens = todo[number]
+        if isinstance(found, Exception):
+            failed.add(f"{which} of {name}")
+        left_out += found is None
+        if found is not None:
+            say({"check": which, "shape": name, "batch": batch, "tokens": tokens, "error": shown(found)})
+    if left_out:
+        say({"left out": f"{left_out} checks"})
     table = []
     for name, shape, batch, tokens in timed(args.small):
         if late(1):
