@@ -26,7 +26,7 @@ QUICK_COMPILE = {"XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_shard_autotu
 # XLA has its own all-reduce kernel for small messages; with none allowed they go through NCCL.
 NCCL_PSUM = {"XLA_FLAGS": "--xla_gpu_experimental_use_collective_kernels="}
 DRY_BENCH = "--context 16 --steps 2 4 --repeats 1 --batch 1 --dtype float32"
-DRY_KERNELS = "--batch 1 --steps 8 16 --repeats 1 --dtype float32"
+DRY_KERNELS = "--batch 1 --tokens 16 --steps 8 16 --repeats 1 --dtype float32"
 DRY_PREFILL = "--tokens 16 --repeats 1 --dtype float32"
 # NVLink multicast can put the GPUs of a shared host out of service: it stays off in every job.
 ALWAYS = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -166,12 +166,16 @@ CALLS = "scripts/bench_allreduce_rms_norm.py --out {json}"
 DRY_CALLS = "--variants none,psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192"
 ONE_GPU = [
     Job(
-        "kernel_checks", "kernels of a decode step against their references, and their times", 70, 110,
-        "{python} -m tests.gpu.decode_kernel_checks --seconds 45 --out {json}", "--help",
+        "matvec_checks", "the products of a decode step against plain ones, and their times", 150, 230,
+        "{python} -m tests.gpu.matvec_checks --seconds 145", "--help",
     ),
-    Job(
-        "prefill_checks", "the chunk scan's kernel against its reference, and its times", 75, 120,
-        "{python} -m tests.gpu.prefill_kernel_checks --seconds 60 --out {json}", "--small",
+    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none auto auto,matvec {FIVE}"),
+    bench(
+        "prefill_nano3", "Nano-3, 8k", 95,
+        "prefill {nano3} --kernels none auto auto,grouped_matmul --tokens 8192 --repeats 5", DRY_PREFILL,
+    ),
+    bench(
+        "decode_8b_batches", "8B, batch 8, 32, 128", 100, f"decode {{8b}} --kernels none auto --batch 8 32 128 {FIVE}"
     ),
     Job(
         "attention_checks", "prefill attention's kernel against its reference, and its times", 60, 110,
@@ -182,62 +186,66 @@ ONE_GPU = [
         100, "{python} -m tests.gpu.mamba_prefill_checks --seconds 50 --out {json}", "--small",
     ),
     Job(
-        "matvec_checks", "the products of a decode step against plain ones, and their times", 100, 160,
-        "{python} -m tests.gpu.matvec_checks --seconds 95", "--help",
-    ),
-    bench(
-        "decode_8b", "8B, batch 1, kernels off and on", 95,
-        "decode {8b} --kernels none auto auto,matvec --repeats 8", ceilings=True,
+        "prefill_checks", "the chunk scan's kernel against its reference, and its times", 75, 120,
+        "{python} -m tests.gpu.prefill_kernel_checks --seconds 60 --out {json}", "--small",
     ),
     Job(
-        "segments_8b", "pieces that the decode step is cut into, kernels off and on", 50, 100,
-        "{python} scripts/graph_segments.py {8b} --kernels none auto --out {json}",
+        "grouped_checks", "the experts' matrix product against plain forms", 45, 90,
+        "{python} -m tests.gpu.grouped_matmul_checks --seconds 40", "--help",
     ),
     Job(
-        "references", "every float32 reference case on this GPU, at 1e-4", 80, 160,
-        f"{WHOLE} --models all --plans none --tensor-parallel 1 --threads 6 --watchdog 150",
-        "--models dense_tied --threads 2", QUICK_COMPILE,
+        "kernel_checks", "kernels of a decode step against their references, and their times", 80, 130,
+        "{python} -m tests.gpu.decode_kernel_checks --seconds 70 --out {json}", "--help",
     ),
-    Job(
-        "grouped_checks", "the experts' matrix product against plain forms", 50, 90,
-        "{python} -m tests.gpu.grouped_matmul_checks --seconds 35", "--help",
-    ),
-    Job(
-        "profile_decode_8b", "every kernel of the 8B's decode step, by time", 50, 90,
-        "{python} scripts/kernel_times.py decode {8b} --kernels none auto --out {json}", DRY_PROFILE,
-    ),
-    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none auto auto,matvec {FIVE}"),
-    bench(
-        "prefill_8b", "8B, 8k and 32k", 80, "prefill {8b} --kernels none auto --tokens 8192 32768 --repeats 3",
-        DRY_PREFILL,
-    ),
-    Job(
-        "profile_prefill_8b", "every kernel of the 8B's prefill, by time", 40, 80,
-        "{python} scripts/kernel_times.py prefill {8b} --kernels auto --out {json}", DRY_PROFILE,
-    ),
-    bench(
-        "decode_8b_batches", "8B, batch 8, 32, 128", 100, f"decode {{8b}} --kernels none auto --batch 8 32 128 {FIVE}"
-    ),
+    bench("decode_9b", "Nano-9B-v2, batch 1", 55, f"decode {{9b}} --kernels none auto {FIVE}"),
+    bench("decode_47b", "47B, batch 1", 80, f"decode {{47b}} --kernels none auto {FIVE}"),
     Job(
         "peers_8b", "transformers and mamba_ssm at the 8B's shapes, same machine", 100, 170,
         "{python} scripts/bench_peers.py decode prefill step scan --model 8b {mamba_ssm} --out {json}",
         "--device cpu --dry-run",
     ),
-    bench("decode_9b", "Nano-9B-v2, batch 1", 55, f"decode {{9b}} --kernels none auto {FIVE}"),
-    bench("decode_47b", "47B, batch 1", 80, f"decode {{47b}} --kernels none auto {FIVE}"),
+    bench("decode_12b", "Nano-12B-v2, batch 1", 55, f"decode {{12b}} --kernels none auto {FIVE}"),
     bench(
-        "prefill_nano3", "Nano-3, 8k", 60,
-        "prefill {nano3} --kernels none auto auto,grouped_matmul --tokens 8192 --repeats 5", DRY_PREFILL,
+        "decode_8b", "8B, batch 1, kernels off and on", 95,
+        "decode {8b} --kernels none auto auto,matvec --repeats 8", ceilings=True,
+    ),
+    bench(
+        "prefill_8b", "8B, 8k and 32k", 80, "prefill {8b} --kernels none auto --tokens 8192 32768 --repeats 3",
+        DRY_PREFILL,
+    ),
+    Job(
+        "references", "every float32 reference case on this GPU, at 1e-4", 70, 160,
+        f"{WHOLE} --models all --plans none --tensor-parallel 1 --threads 6 --watchdog 150",
+        "--models dense_tied --threads 2", QUICK_COMPILE,
+    ),
+    bench(
+        "kernels_8b", "the 8B's operations one by one", 75,
+        "kernels {8b} --batch 1 32 --steps 64 512 --tokens 8192", DRY_KERNELS,
+    ),
+    Job(
+        "experts", "Nano-3's routed experts, every implementation", 60, 100,
+        "{python} scripts/bench_experts.py --shapes nano --tokens 1,8,64,512,8192 --seconds 50 --out {json}",
+        "--shapes tiny --tokens 1 --ceiling 256",
+    ),
+    Job(
+        "profile_decode_8b", "every kernel of the 8B's decode step, by time", 40, 80,
+        "{python} scripts/kernel_times.py decode {8b} --kernels none auto --out {json}", DRY_PROFILE,
+    ),
+    Job(
+        "profile_prefill_8b", "every kernel of the 8B's prefill, by time", 20, 60,
+        "{python} scripts/kernel_times.py prefill {8b} --kernels auto --out {json}", DRY_PROFILE,
     ),
     Job(
         "profile_nano3", "every kernel of Nano-3's decode step, by time", 50, 90,
         "{python} scripts/kernel_times.py decode {nano3} --kernels auto,matvec --out {json}", DRY_PROFILE,
     ),
-    bench("kernels_8b", "the 8B's operations one by one", 55, "kernels {8b} --batch 1 32 --steps 64 512", DRY_KERNELS),
+    bench(
+        "kernels_nano3", "Nano-3's operations", 80,
+        "kernels {nano3} --batch 1 8 64 --steps 64 512 --tokens 8192", DRY_KERNELS,
+    ),
     Job(
-        "experts", "Nano-3's routed experts, every implementation", 60, 100,
-        "{python} scripts/bench_experts.py --shapes nano --tokens 1,8,64,512,8192 --seconds 50 --out {json}",
-        "--shapes tiny --tokens 1 --ceiling 256",
+        "segments_8b", "pieces that the decode step is cut into, kernels off and on", 15, 60,
+        "{python} scripts/graph_segments.py {8b} --kernels none auto --out {json}",
     ),
     Job(
         "selftest", "the program's own check of the device", 25, 60, "{python} -m nemotron_jax selftest --json",
@@ -248,13 +256,9 @@ ONE_GPU = [
         "{python} -m pytest -q -p no:cacheprovider --gpu --thin 4 tests/gpu "
         "--ignore tests/gpu/test_allreduce_rms_norm.py", "--collect-only",
     ),
-    bench("decode_12b", "Nano-12B-v2, batch 1", 55, f"decode {{12b}} --kernels none auto {FIVE}"),
     Job(
         "experiment", "a sharding experiment on the GPU", 60, 110,
         "{python} -m nemotron_jax experiment {experiment} --out {folder} --json", stdout=True,
-    ),
-    bench(
-        "kernels_nano3", "Nano-3's operations", 60, "kernels {nano3} --batch 1 8 64 --steps 64 512", DRY_KERNELS
     ),
     Job(
         "peers_nano3", "transformers at Nano-3's shapes", 100, 160,
@@ -267,9 +271,9 @@ ONE_GPU = [
 SHARED = "--plans none all/one_shot all/two_shot auto"
 RANKS = [
     Job(
-        "ranks2_models", "two ranks on one GPU: whole models, every plan = stored = unfused", 90, 160,
+        "ranks2_models", "two ranks on one GPU: whole models, every plan = stored = unfused", 75, 160,
         f"{{two_ranks}} -- {WHOLE} --quick {SHARED} --watchdog 145 "
-        "--models tiny-nemotron-h tiny-nemotron-3 moe_nano moe_latent_super",
+        "--models moe_latent_mtp tiny-nemotron-h tiny-nemotron-3 moe_nano moe_latent_super",
         "--models dense_tied --plans none all/gather", QUICK_COMPILE, needs_nccl=True,
     ),
     Job(
@@ -278,13 +282,14 @@ RANKS = [
         "--watchdog 65", "--implementations gather --tokens 1 --hidden 192 --match values", needs_nccl=True,
     ),
     Job(
-        "ranks4_models", "four ranks on one GPU: whole models", 75, 140,
-        f"{{four_ranks}} -- {WHOLE} --quick {SHARED} --watchdog 125 --models tiny-nemotron-h moe_nano",
+        "ranks4_models", "four ranks on one GPU: whole models", 150, 240,
+        f"{{four_ranks}} -- {WHOLE} --quick {SHARED} --watchdog 225 "
+        "--models moe_latent_mtp tiny-nemotron-h tiny-nemotron-3 moe_nano moe_latent_super",
         "--models dense_tied --plans all/gather", QUICK_COMPILE, needs_nccl=True,
     ),
     Job(
-        "shared_gpu", "the program itself: selftest, text, a killed process", 80, 170,
-        "{python} tests/gpu/shared_gpu.py {shared_gpu} --limit 60 --ranks 2 --plans auto --only selftest "
+        "shared_gpu", "the program itself: selftest, text, a killed process", 145, 240,
+        "{python} tests/gpu/shared_gpu.py {shared_gpu} --limit 60 --ranks 2,4 --plans auto --only selftest "
         "--only tiny --only killed", "--limit 150", needs_nccl=True,
     ),
     Job(
@@ -294,7 +299,8 @@ RANKS = [
     ),
     Job(
         "ranks2_calls", "two ranks: microseconds per call", 40, 80,
-        f"{{two_ranks}} --join -- {CALLS} --tokens 1,64 --hidden 4096 --max-blocks 66 --watchdog 65", DRY_CALLS,
+        f"{{two_ranks}} --join -- {CALLS} --tokens 1,64 --hidden 4096 --max-blocks 66 --watchdog 65 "
+        "--variants none,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot", DRY_CALLS,
         needs_nccl=True,
     ),
 ]  # fmt: skip
@@ -311,6 +317,10 @@ TWO_GPUS = [
         f"{WHOLE} --quick --plans none all/one_shot all/two_shot all/flags --watchdog 130 "
         "--models tiny-nemotron-h tiny-nemotron-3 moe_nano",
         "--models dense_tied --plans none all/gather", QUICK_COMPILE,
+    ),
+    Job(
+        "segments_8b", "pieces that a fused decode step is cut into", 40, 90,
+        f"{{python}} scripts/graph_segments.py {{8b}} {TP2} --plans none all/one_shot all/flags --out {{json}}",
     ),
     bench("decode_8b", "8B, batch 1, every plan", 105, f"decode {{8b}} {TP2} {PLANS} --repeats 8", ceilings=True),
     bench("decode_8b_nccl", "8B, psum through NCCL", 65, f"decode {{8b}} {TP2} --plans none --batch 1 8 64 {FIVE}",
