@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Predicted times beside measured ones, as a Markdown table with the error of each.
 
-    python scripts/prediction_error.py benchmarks/decode/*.json     # what `nemotron-jax bench ... --out` wrote
+    python scripts/prediction_error.py benchmarks/decode/*_b1.json  # what `nemotron-jax bench ... --out` wrote
     python scripts/prediction_error.py out/results.json             # what `nemotron-jax experiment` wrote
 
 The prediction is nemotron_jax/experiments/predict.py with its numbers for the H200. No GPU is needed.
@@ -28,16 +28,18 @@ def rows(path: Path) -> list[dict]:
     if "runs" in held:
         return [
             {k: r[k] for k in ("model", "tensor", "data", "what", "batch", "dtype", "ms")}
-            | {"plan": "layers:" + r["letters"], "asked": r["plan"], "size": r["tokens"]}
+            | {"plan": "layers:" + r["letters"], "asked": r["plan"], "size": r["tokens"], "kernels": ""}
             for r in held["runs"]
             if r.get("ms") and "H200" in r["ran_on"]["device_kind"] and not r["layers"]
         ]
-    if not any("H200" in device for device in held.get("devices", [])) or "--layers" in held.get("command", ""):
+    if held.get("what") not in ("decode", "prefill") or "--layers" in held.get("command", ""):
+        return []
+    if not any("H200" in device for device in held["devices"]):
         return []
     return [
         {k: r[k] for k in ("model", "tensor", "batch", "ms")}
         | {"plan": "layers:" + r["ran"], "asked": r["plan"], "size": r.get("context", r.get("tokens"))}
-        | {"data": 1, "what": held["what"], "dtype": r.get("dtype", "bfloat16")}
+        | {"data": 1, "what": held["what"], "dtype": r.get("dtype", "bfloat16"), "kernels": r.get("kernels", "none")}
         for r in held.get("rows", [])
         if r.get("ms")
     ]
@@ -50,8 +52,8 @@ def main() -> int:
     without_gpus()
     target = absent("h200", 64, compile=False)
     errors = []
-    print("| model | what | batch x tokens | tensor | plan | measured ms | predicted ms | off |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | what | batch x tokens | tensor | plan | kernels | measured ms | predicted ms | off |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for path in args.files:
         for r in rows(path):
             _, config = read_config(None if r["model"] == "shipped" else r["model"])
@@ -62,6 +64,7 @@ def main() -> int:
             ms = found.seconds * 1e3
             errors.append(ms / r["ms"] - 1)
             cells = [r["model"], r["what"], f"{r['batch']} x {r['size']}", str(r["tensor"]), f"`{r['asked']}`"]
+            cells.append(r["kernels"])
             print("| " + " | ".join([*cells, f"{r['ms']:.3f}", f"{ms:.3f}", f"{errors[-1]:+.0%}"]) + " |")
     if not errors:
         print("no measurement on H200 in these files", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Experiments: the file, resuming, refusals, wrong results, counts, predictions, tables and plots."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -413,3 +414,16 @@ def test_the_walk_through_runs(count_case):
     assert apart[:5] == [0.0] * 5 and 0 <= max(apart) < 1e-4  # the sum of block 5 is the first that could differ
     assert np.isfinite(apart).all()
     count_case()
+
+
+def test_every_kept_result_can_be_set_beside_a_prediction():
+    """Of all files under benchmarks, decode and prefill of whole models, and nothing else."""
+    root = Path(__file__).parents[1]
+    spec = importlib.util.spec_from_file_location("prediction_error", root / "scripts" / "prediction_error.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    found = {path.name: script.rows(path) for path in root.glob("benchmarks/*/*.json")}
+    assert [r["kernels"] for r in found["h200_8b_b1.json"]] == ["none", "auto", "auto,matvec"]
+    assert [r["size"] for r in found["h200_8b.json"]] == [8192, 8192, 32768, 32768]
+    assert not found["h200_8b_kernels.json"] and not found["h200_x2_loop8_4096.json"]
+    assert sum(map(len, found.values())) >= 15
