@@ -368,7 +368,7 @@ class NemotronH:
         self, batch: int, tokens: int, *, masked: bool, capacity: int, capture: bool = False, last_only: bool = False
     ) -> Callable:
         """The program of one call: ``(ids, mask, cache) -> (logits, cache, hidden states)``."""
-        key = ("forward", batch, tokens, masked, capacity, capture, last_only, self.fusion, selection.allowed())
+        key = ("forward", batch, tokens, masked, capacity, capture, last_only, self.fusion, selection.key())
         if key in self._programs:
             return self._programs[key]
         plan = self.plan(batch, tokens)
@@ -468,7 +468,7 @@ class NemotronH:
 
     def draft_program(self, batch: int, tokens: int, *, masked: bool, capacity: int, step: int = 0) -> Callable:
         """The program of :meth:`draft`: ``(hidden, next_ids, mask, cache) -> (logits, hidden, cache)``."""
-        key = ("draft", batch, tokens, masked, capacity, step, self.fusion, selection.allowed())
+        key = ("draft", batch, tokens, masked, capacity, step, self.fusion, selection.key())
         if key not in self._programs:
             plan, rows = self.mtp_plan(batch, tokens), self.rows_spec
             specs = self.mtp_cache_shapes(batch, capacity).specs
@@ -501,7 +501,7 @@ class NemotronH:
         batch, tokens = ids.shape
         if not 1 <= depth < tokens:
             raise ValueError(f"depth: found {depth}, accepted 1 to {tokens - 1}, fewer than the {tokens} tokens of ids")
-        key = ("mtp", batch, tokens, mask is not None, depth, self.fusion, selection.allowed())
+        key = ("mtp", batch, tokens, mask is not None, depth, self.fusion, selection.key())
         if key not in self._programs:
             plan, rows = self.plan(batch, tokens), self.rows_spec
             mtp_plans = [self.mtp_plan(batch, tokens - 1 - d) for d in range(depth)]

@@ -105,12 +105,19 @@ def settled_routes(model: NemotronH) -> Generator[None]:
     """Inside, each router's bias alone says which experts are chosen, some at random in each block.
 
     Programs that round differently then go the same way, and their logits can be compared: otherwise one token that
-    goes to another expert is as far off as a fault. Scores are in (0, 1), the biases 2 apart.
+    goes to another expert is as far off as a fault. Scores are in (0, 1), the biases 2 apart; those of one group of
+    experts are all below those of the next, so that no two groups come near each other either.
     """
     rng = np.random.default_rng(0)
+
+    def biases(bias: jax.Array) -> np.ndarray:
+        groups = rng.permutation(model.config.n_group)[:, None]
+        size = bias.size // groups.size
+        return (2 * (groups * size + rng.permuted(np.tile(np.arange(size), (groups.size, 1)), axis=1))).reshape(-1)
+
     paths = [p.path for p in model.parameters if p.path[-2:] == ("router", "bias")]
     old = {path: model.parameter(*path) for path in paths}
-    model.replace_weights({path: 2 * rng.permutation(bias.size).astype(bias.dtype) for path, bias in old.items()})
+    model.replace_weights({path: biases(bias).astype(bias.dtype) for path, bias in old.items()})
     try:
         yield
     finally:

@@ -27,8 +27,8 @@ NAMES = (
     "gated_norm",
     "matvec",
 )
-# Those that have passed their checks on hardware (tests/gpu), where alone some faults of such kernels show, and that
-# were measured to pay.
+# Those that passed what of their checks (tests/gpu) was run on hardware, where alone some faults of such kernels show,
+# and that were measured to pay; benchmarks/ says how many were run.
 AUTO = (
     "mamba_step",
     "rms_norm",
@@ -45,19 +45,23 @@ HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 _setting: contextvars.ContextVar[str | None] = contextvars.ContextVar("pallas_kernels", default=None)
 
 
+def _names(setting: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in setting.split(","))
+
+
 def parse(setting: str, source: str = "kernels") -> tuple[str, ...]:
     """The kernels that a setting allows: "none" none, or names with commas, of which "auto" stands for those that pay.
 
     Raises:
         ValueError: it names something else.
     """
-    if setting == "none":
+    names = _names(setting)
+    if names == ("none",):
         return ()
-    names = tuple(setting.split(","))
     if unknown := [name for name in names if name not in (*NAMES, "auto")]:
+        what = "none stands alone" if "none" in unknown else f"no such kernel {', '.join(map(repr, unknown))}"
         raise ValueError(
-            f"{source} is {setting!r}: no such kernel {', '.join(map(repr, unknown))}; accepted: none, or some of "
-            f"auto,{','.join(NAMES)} with commas"
+            f"{source} is {setting!r}: {what}; accepted: none, or some of auto,{','.join(NAMES)} with commas"
         )
     return tuple(dict.fromkeys(kernel for name in names for kernel in (AUTO if name == "auto" else (name,))))
 
@@ -75,7 +79,12 @@ def allowed() -> tuple[str, ...]:
 def automatic() -> bool:
     """Whether the kernels of "auto" are meant: then those that do not pay at a size are left out there."""
     inside = _setting.get()
-    return "auto" in (inside if inside is not None else os.environ.get(VARIABLE) or DEFAULT).split(",")
+    return "auto" in _names(inside if inside is not None else os.environ.get(VARIABLE) or DEFAULT)
+
+
+def key() -> tuple:
+    """What of the setting a program depends on, beside its shapes."""
+    return allowed(), automatic()
 
 
 @contextlib.contextmanager

@@ -76,16 +76,31 @@ def main() -> int:
     parser.add_argument("--top", type=int, default=25, metavar="N", help="kernels to print")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all of them as JSON")
     args = parser.parse_args()
+    numbers = {name: getattr(args, name) for name in ("layers", "batch", "context", "tokens", "steps", "top")}
+    if bad := [name for name, value in numbers.items() if value is not None and value < 1]:
+        parser.error(f"--{bad[0]}: found {numbers[bad[0]]}, accepted 1 or more")
 
     import jax
+    import jax.numpy as jnp
 
     from nemotron_jax import NemotronH, NemotronHConfig, make_mesh, timing
     from nemotron_jax.experiments.execute import first_layers
+    from nemotron_jax.fusion import parse_plan
     from nemotron_jax.presets import PRESETS
     from pallas_kernels import selection
 
     read = NemotronHConfig.preset if args.model in PRESETS else NemotronHConfig.from_json
-    config = first_layers(read(args.model), args.layers or 0)
+    try:
+        for setting in args.kernels:
+            selection.parse(setting, "--kernels")
+        config = first_layers(read(args.model), args.layers or 0)
+        for plan in args.plans:
+            parse_plan(plan, config.hybrid_override_pattern)
+        jnp.dtype(args.dtype)
+        if args.out:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, TypeError, OSError) as error:
+        parser.error(f"{error} (presets: {', '.join(PRESETS)})" if args.model not in PRESETS else str(error))
     model = NemotronH(config, mesh=make_mesh(args.tensor_parallel), dtype=args.dtype, rngs=0)
     result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "command": " ".join(sys.argv[1:])}
     runs: list[dict] = []

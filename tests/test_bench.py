@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nemotron_jax import NemotronHConfig, cli, kernel_timing, load, make_mesh, timing
+from nemotron_jax import NemotronH, NemotronHConfig, cli, kernel_timing, make_mesh, timing
 from nemotron_jax.layers.router import route
 from tests import tiny
 from tests.conftest import TINY
@@ -134,18 +134,22 @@ def test_projections_are_those_of_the_pattern():
     assert found["in_proj"] == f"3 x 40 by {2 * inner + 2 * groups + 16}"
 
 
-def test_settled_routes_do_not_depend_on_rounding(count_case):
+@pytest.mark.parametrize("groups, kept", [(1, 1), (8, 4)])
+def test_settled_routes_do_not_depend_on_rounding(groups, kept, count_case):
     """What a timing is checked by goes by routes that no rounding moves; afterwards the model is as before."""
-    model = load(str(TINY / "moe_nano" / "hf"), mesh=make_mesh(2))
+    sizes = dict(n_routed_experts=32, num_experts_per_tok=4, n_group=groups, topk_group=kept)
+    sizes |= dict(moe_intermediate_size=8, moe_shared_expert_intermediate_size=8)
+    model = NemotronH(tiny.config(hybrid_override_pattern="EE", **sizes), mesh=make_mesh(2), rngs=0)
     paths = [p.path for p in model.parameters if p.path[-1] == "bias" and "router" in p.path]
     before = [np.asarray(model.parameter(*path)) for path in paths]
     rng = np.random.default_rng(0)
-    chosen = set()
+    chosen: set[tuple] = set()
     with timing.settled_routes(model):
         for path in paths:
             bias = model.parameter(*path)
             scores = rng.normal(size=(64, bias.size), scale=8.0).astype(np.float32)
-            picked = np.sort(np.asarray(route(jnp.asarray(scores), bias, k=2)[0]), -1)
+            groups = dict(groups=sizes["n_group"], kept_groups=sizes["topk_group"])
+            picked = np.sort(np.asarray(route(jnp.asarray(scores), bias, k=4, **groups)[0]), -1)
             assert (picked == picked[0]).all()
             chosen.add(tuple(picked[0]))
             count_case()

@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["auto"],
         metavar="KERNELS",
-        help="settings of PALLAS_KERNELS to time side by side: auto, none, or names with commas (default: auto); none "
-        "always comes first, since it is what the others are checked by",
+        help="settings of PALLAS_KERNELS to time side by side: none, or names with commas, auto among them (default: "
+        "auto); none always comes first, since it is what the others are checked by",
     )
     parser.add_argument("--batch", type=positive, nargs="+", default=[1], metavar="N")
     parser.add_argument(
@@ -63,12 +63,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--steps: found {short} {long}, accepted two numbers, the second a larger multiple of the first"
         )
+    from pallas_kernels import selection
+
+    for setting in args.kernels:
+        selection.parse(setting, "--kernels")
     mesh = build_mesh(args)
     import jax
     import numpy as np
 
     from nemotron_jax import timing
-    from pallas_kernels import selection
 
     result: dict = {
         "what": args.what,

@@ -53,7 +53,7 @@ def vocab_columns(model: NemotronH) -> int:
 
 def kept(model: NemotronH, key: tuple, make: Callable[[], Callable]) -> Callable:
     """The program that ``make`` builds, made once per model, key, fusion plan and choice of kernels."""
-    key = ("generation", *key, model.fusion, selection.allowed())
+    key = ("generation", *key, model.fusion, selection.key())
     if key not in model._programs:
         model._programs[key] = make()
     return model._programs[key]

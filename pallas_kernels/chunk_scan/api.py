@@ -58,7 +58,8 @@ def chunk_scan(
 ) -> tuple[Float[Array, "batch tokens inner"], Float[Array, "batch heads head_dim state"]]:
     """Tokens of each row through the state space of a Mamba-2 block, from any state.
 
-    S_t = exp(dt_t a) S_{t-1} + dt_t x_t B_t^T and y_t = S_t C_t + d x_t, for each head.
+    S_t = exp(dt_t a) S_{t-1} + dt_t x_t B_t^T and y_t = S_t C_t + d x_t, for each head. The kernel's gradient is the
+    reference's.
 
     Args:
         xbc: [batch, tokens, heads * head_dim + 2 * groups * state]: x, then B, then C.
@@ -127,7 +128,7 @@ def _run(implementation, groups, chunk, xbc, dt, a, d, state):
     batch, t, heads = dt.shape
     if implementation == "mosaic_gpu" and batch * t > 0:
         call = gradient.as_of(
-            functools.partial(reference.chunk_scan, groups=groups, chunk=chunk),
+            functools.partial(_run, "reference", groups, chunk),  # in pieces, however many tokens there are
             functools.partial(typed.chunk_scan, groups=groups),
         )
         return call(xbc, dt, a, d, state)

@@ -191,7 +191,8 @@ def matvec(
 
         def first_output(number):
             # The last tile is moved back to end with the matrix: a copy of one row out of shared memory is not cut off
-            # at the end of that row. Outputs that two tiles share get the same bits twice.
+            # at the end of that row. Outputs that two tiles share get the same bits twice (with up
+            # to two warpgroups that multiply: the sum of two has one order).
             return jnp.minimum(lax.rem(number, jnp.int32(parts)) * tile, outputs - tile)
 
         def choice_of(number):

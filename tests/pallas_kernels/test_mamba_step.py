@@ -186,6 +186,12 @@ def test_the_choice(monkeypatch):
             assert selection.allowed() == ("rms_norm",)
     with selection.use("auto,matvec,rms_norm"):
         assert selection.allowed() == (*selection.AUTO, "matvec") and selection.automatic()
+    with selection.use("auto"):
+        auto = selection.key()
+    with selection.use(" , ".join(selection.AUTO)):
+        assert selection.allowed() == selection.AUTO and selection.key() != auto  # named, they are used at any size
+    with pytest.raises(ValueError, match="none stands alone"), selection.use("auto,none"):
+        pass
     monkeypatch.setenv(selection.VARIABLE, "none")
     assert selection.allowed() == ()
     monkeypatch.setenv(selection.VARIABLE, "mamba,rms_norm")
