@@ -45,9 +45,8 @@ def convolution(config: NemotronHConfig, rows: int, tokens: int, dtype: Any) -> 
         return causal_conv(packed, weight, bias, window, start=inner, implementation=implementation)
 
     def call(implementation, packed, window):
-        y = result(implementation, packed, window)
         # All of y is kept apart from what follows, or XLA would compute only what the next call takes of it.
-        y = lax.optimization_barrier(y)
+        y = lax.optimization_barrier(result(implementation, packed, window))
         return lax.dynamic_update_slice(packed, y[:, -1:], (0, 0, inner)), window
 
     packed, window = normal(0, (rows, tokens, columns), dtype), normal(3, (rows, TAPS - 1, channels), dtype)
@@ -62,21 +61,17 @@ def scan(config: NemotronHConfig, rows: int, tokens: int, dtype: Any) -> Operati
     a = -jnp.exp(jax.random.uniform(jax.random.key(1), (heads,), minval=-3.0, maxval=2.8))
     d = normal(2, (heads,), jnp.float32)
 
-    def call(implementation, chained, state):
-        xbc, dt = chained
-        y, state = lax.optimization_barrier(
-            chunk_scan(
-                xbc, dt, a, d, state, groups=groups, head_dim=p, chunk=config.chunk_size, implementation=implementation
-            )
-        )
-        xbc = lax.dynamic_update_slice(xbc, (1e-3 * y[:, -1:]).astype(xbc.dtype), (0, 0, 0))
-        return (xbc, dt), state
-
     def result(implementation, chained, state):
         xbc, dt = chained
         return chunk_scan(
             xbc, dt, a, d, state, groups=groups, head_dim=p, chunk=config.chunk_size, implementation=implementation
         )
+
+    def call(implementation, chained, state):
+        xbc, dt = chained
+        y, state = lax.optimization_barrier(result(implementation, chained, state))
+        xbc = lax.dynamic_update_slice(xbc, (1e-3 * y[:, -1:]).astype(xbc.dtype), (0, 0, 0))
+        return (xbc, dt), state
 
     xbc = jax.nn.silu(normal(0, (rows, tokens, channels), jnp.float32)).astype(dtype)
     dt = jax.nn.softplus(normal(3, (rows, tokens, heads), jnp.float32) - 2)

@@ -116,9 +116,19 @@ def fault(name: str) -> str | None:
     return None
 
 
+def declined(name: str, call: str, reason: str | None) -> str | None:
+    """Why this kernel is not used for a call, or None: ``reason``, which its shapes give, or what `fault` says.
+
+    Args:
+        call: the operation and its shapes; what it runs is logged once.
+    """
+    reason = reason or fault(name)
+    _report(call, reason)
+    return reason
+
+
 @functools.cache
-def report(call: str, reason: str | None) -> None:
-    """Log once what a call runs: the kernel, or plain JAX for this reason."""
+def _report(call: str, reason: str | None) -> None:
     logger.info("%s: %s", call, "mosaic_gpu" if reason is None else f"plain JAX: {reason}")
 
 

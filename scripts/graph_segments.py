@@ -131,9 +131,9 @@ def main() -> int:
 
 
 def report(args: argparse.Namespace, folder: Path) -> int:
-    from nemotron_jax import NemotronH, NemotronHConfig, make_mesh, targets
+    from nemotron_jax import NemotronH, make_mesh, targets
     from nemotron_jax.experiments.execute import first_layers
-    from nemotron_jax.presets import PRESETS
+    from nemotron_jax.inspection import read_config
     from pallas_kernels import selection
 
     if args.device:
@@ -141,8 +141,7 @@ def report(args: argparse.Namespace, folder: Path) -> int:
         mesh = targets.absent(args.device, args.tensor_parallel).mesh(args.tensor_parallel)
     else:
         mesh = make_mesh(args.tensor_parallel)
-    read = NemotronHConfig.preset if args.model in PRESETS else NemotronHConfig.from_json
-    config = first_layers(read(args.model), args.layers or 0)
+    config = first_layers(read_config(args.model)[1], args.layers or 0)
     rows = []
     for plan, kernels in itertools.product(args.plans, args.kernels):
         for old in folder.rglob("*"):  # newer versions of XLA make a folder for each program

@@ -83,24 +83,23 @@ def main() -> int:
     import jax
     import jax.numpy as jnp
 
-    from nemotron_jax import NemotronH, NemotronHConfig, make_mesh, timing
+    from nemotron_jax import NemotronH, make_mesh, timing
     from nemotron_jax.experiments.execute import first_layers
     from nemotron_jax.fusion import parse_plan
-    from nemotron_jax.presets import PRESETS
+    from nemotron_jax.inspection import read_config
     from pallas_kernels import selection
 
-    read = NemotronHConfig.preset if args.model in PRESETS else NemotronHConfig.from_json
     try:
         for setting in args.kernels:
             selection.parse(setting, "--kernels")
-        config = first_layers(read(args.model), args.layers or 0)
+        config = first_layers(read_config(args.model)[1], args.layers or 0)
         for plan in args.plans:
             parse_plan(plan, config.hybrid_override_pattern)
         jnp.dtype(args.dtype)
         if args.out:
             args.out.parent.mkdir(parents=True, exist_ok=True)
     except (ValueError, TypeError, OSError) as error:
-        parser.error(f"{error} (presets: {', '.join(PRESETS)})" if args.model not in PRESETS else str(error))
+        parser.error(str(error))
     model = NemotronH(config, mesh=make_mesh(args.tensor_parallel), dtype=args.dtype, rngs=0)
     result = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "command": " ".join(sys.argv[1:])}
     runs: list[dict] = []

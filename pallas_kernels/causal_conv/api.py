@@ -41,10 +41,9 @@ def declined(packed: jax.Array, weight: jax.Array, *, start: int = 0) -> str | N
         packed, weight: only their types count.
         start: as in `causal_conv`.
     """
-    reason = supported(**_shapes(packed, weight, start)) or selection.fault("causal_conv")
     batch, tokens, _ = packed.shape
-    selection.report(f"causal_conv, {batch} x {tokens} tokens, {weight.shape[0]} channels", reason)
-    return reason
+    call = f"causal_conv, {batch} x {tokens} tokens, {weight.shape[0]} channels"
+    return selection.declined("causal_conv", call, supported(**_shapes(packed, weight, start)))
 
 
 def _shapes(packed, weight, start):

@@ -38,10 +38,9 @@ def declined(
     reason = supported(heads=heads, head_dim=head_dim, state_size=state_size, groups=groups, dtype=dtype)
     if reason is None and batch * tokens == 0:
         reason = "there is no token"
-    reason = reason or selection.fault("chunk_scan")
-    call = f"chunk_scan, {batch} x {tokens} tokens, {heads} heads of {head_dim}, state {state_size}"
-    selection.report(call, reason)
-    return reason
+    return selection.declined(
+        "chunk_scan", f"chunk_scan, {batch} x {tokens} tokens, {heads} heads of {head_dim}, state {state_size}", reason
+    )
 
 
 def chunk_scan(

@@ -58,9 +58,7 @@ def declined(k: jax.Array, *, q_heads: int, dtype: jax.typing.DTypeLike) -> str 
     )
     if reason is None and rows == 0:
         reason = "there is no row"
-    reason = reason or selection.fault("decode_attention")
-    selection.report(f"decode_attention, cache {k.shape}", reason)
-    return reason
+    return selection.declined("decode_attention", f"decode_attention, cache {k.shape}", reason)
 
 
 def decode_attention(

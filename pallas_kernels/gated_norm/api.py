@@ -50,9 +50,8 @@ def declined(y: jax.Array, packed: jax.Array, *, groups: int, start: int = 0) ->
         y, packed: only their types count.
         groups, start: as in `gated_norm`.
     """
-    reason = supported(**_shapes(y, packed, groups, start)) or selection.fault("gated_norm")
-    selection.report(f"gated_norm, {y.shape} in {groups} groups", reason)
-    return reason
+    reason = supported(**_shapes(y, packed, groups, start))
+    return selection.declined("gated_norm", f"gated_norm, {y.shape} in {groups} groups", reason)
 
 
 def _shapes(y, packed, groups, start):

@@ -41,9 +41,9 @@ def supported(*, row_tile: int, inputs: int, outputs: int, dtype: jax.typing.DTy
 def declined(*, row_tile: int, inputs: int, outputs: int, dtype: jax.typing.DTypeLike) -> str | None:
     """Why a call without `implementation` uses plain JAX in the program that is being traced, or None: the kernel."""
     reason = supported(row_tile=row_tile, inputs=inputs, outputs=outputs, dtype=dtype)
-    reason = reason or selection.fault("grouped_matmul")
-    selection.report(f"grouped_matmul, tiles of {row_tile} rows x {inputs} -> {outputs}", reason)
-    return reason
+    return selection.declined(
+        "grouped_matmul", f"grouped_matmul, tiles of {row_tile} rows x {inputs} -> {outputs}", reason
+    )
 
 
 def grouped_matmul(

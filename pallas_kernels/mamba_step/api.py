@@ -68,9 +68,7 @@ def declined(
         reason = "there is no row"
     if reason is None and selection.automatic() and state.size * state.dtype.itemsize > AUTOMATIC_STATE_BYTES:
         reason = f"pays up to {AUTOMATIC_STATE_BYTES >> 20} MiB of state; there are {state.size * state.dtype.itemsize}"
-    reason = reason or selection.fault("mamba_step")
-    selection.report(f"mamba_step, state {state.shape}", reason)
-    return reason
+    return selection.declined("mamba_step", f"mamba_step, state {state.shape}", reason)
 
 
 def mamba_step(

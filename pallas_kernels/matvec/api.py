@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import selection
+from pallas_kernels import gradient, selection
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.matvec import reference
 
@@ -48,9 +48,7 @@ def declined(*, rows: int, outputs: int, inputs: int, dtype: jax.typing.DTypeLik
     reason = supported(rows=rows, outputs=outputs, inputs=inputs, dtype=dtype)
     if reason is None and rows > FEW_ROWS:
         reason = f"pays for at most {FEW_ROWS} rows; there are {rows}"
-    reason = reason or selection.fault("matvec")
-    selection.report(f"matvec, {rows} rows, {inputs} -> {outputs}", reason)
-    return reason
+    return selection.declined("matvec", f"matvec, {rows} rows, {inputs} -> {outputs}", reason)
 
 
 def matvec(
@@ -99,23 +97,9 @@ def matvec(
     elif implementation == "mosaic_gpu" and (reason := supported(**shape)) is not None:
         raise Unsupported(f"matvec: the kernel {reason}")
     call = _Call(out, bool(squared_relu))
-    return reference.matvec(x, w, **call.kwargs) if implementation == "reference" else _kernel(call, x, w)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernel(call: _Call, x, w):
-    return _launch(call, x, w)
-
-
-def _forward(call, x, w):
-    return _launch(call, x, w), (x, w)
-
-
-def _backward(call, saved, cotangent):
-    return jax.vjp(functools.partial(reference.matvec, **call.kwargs), *saved)[1](cotangent)
-
-
-_kernel.defvjp(_forward, _backward)
+    plain = functools.partial(reference.matvec, **call.kwargs)
+    run = plain if implementation == "reference" else gradient.as_of(plain, functools.partial(_launch, call))
+    return run(x, w)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -138,9 +122,7 @@ def chosen_declined(
         reason = f"needs matrices of x's dtype; they are {jnp.dtype(w_dtype)}"
     if reason is None and choices == 0:
         reason = "there is no choice"
-    reason = reason or selection.fault("matvec")
-    selection.report(f"chosen_matvec, {choices} choices, {inputs} -> {outputs}", reason)
-    return reason
+    return selection.declined("matvec", f"chosen_matvec, {choices} choices, {inputs} -> {outputs}", reason)
 
 
 def chosen_matvec(
@@ -190,27 +172,10 @@ def chosen_matvec(
         implementation = "mosaic_gpu" if reason is None else "reference"
     elif implementation == "mosaic_gpu" and (reason := supported(rows=1, **shape)) is not None:
         raise Unsupported(f"chosen_matvec: the kernel {reason}")
+    plain = functools.partial(reference.chosen_matvec, squared_relu=squared_relu)
     if implementation == "reference":
-        return reference.chosen_matvec(x, w, chosen, squared_relu=squared_relu)
-    return _chosen_kernel(squared_relu, x, w, chosen)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chosen_kernel(squared_relu, x, w, chosen):
-    return _launch_chosen(squared_relu, x, w, chosen)
-
-
-def _chosen_forward(squared_relu, x, w, chosen):
-    return _launch_chosen(squared_relu, x, w, chosen), (x, w, chosen)
-
-
-def _chosen_backward(squared_relu, saved, cotangent):
-    x, w, chosen = saved
-    plain = functools.partial(reference.chosen_matvec, chosen=chosen, squared_relu=squared_relu)
-    return *jax.vjp(plain, x, w)[1](cotangent), None
-
-
-_chosen_kernel.defvjp(_chosen_forward, _chosen_backward)
+        return plain(x, w, chosen)
+    return gradient.as_of(plain, functools.partial(_launch_chosen, squared_relu))(x, w, chosen)
 
 
 @functools.partial(jax.jit, static_argnums=0)

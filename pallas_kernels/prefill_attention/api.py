@@ -47,9 +47,7 @@ def declined(k: jax.Array, *, tokens: int, q_heads: int, dtype: jax.typing.DType
         reason = "there is no slot"
     if reason is None and tokens < FEWEST_TOKENS:
         reason = f"pays from {FEWEST_TOKENS} tokens on; there are {tokens}"
-    reason = reason or selection.fault("prefill_attention")
-    selection.report(f"prefill_attention, {tokens} tokens, cache {k.shape}", reason)
-    return reason
+    return selection.declined("prefill_attention", f"prefill_attention, {tokens} tokens, cache {k.shape}", reason)
 
 
 def prefill_attention(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import selection
+from pallas_kernels import gradient, selection
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.rms_norm import reference
 from pallas_kernels.rms_norm.windows import DTYPES, row_fault
@@ -91,29 +91,15 @@ def rms_norm(
     elif use_kernel := implementation == "mosaic_gpu":
         if reason is not None:
             raise Unsupported(f"rms_norm: the kernel {reason}")
-    if not use_kernel:
-        return reference.add_rms_norm(x.astype(jnp.float32), residual, weight, **call.kwargs)
-    outs = _kernel(call, x.reshape(tokens, hidden), residual.reshape(tokens, hidden), weight)
-    return tuple(out.reshape(x.shape) for out in outs)
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernel(call: _Call, x, residual, weight):
-    return _launch(call, x, residual, weight)
-
-
-def _forward(call, x, residual, weight):
-    return _launch(call, x, residual, weight), (x, residual, weight)
-
-
-def _backward(call, saved, cotangents):
     def plain(x, residual, weight):
         return reference.add_rms_norm(x.astype(jnp.float32), residual, weight, **call.kwargs)
 
-    return jax.vjp(plain, *saved)[1](cotangents)
-
-
-_kernel.defvjp(_forward, _backward)
+    if not use_kernel:
+        return plain(x, residual, weight)
+    run = gradient.as_of(plain, functools.partial(_launch, call))
+    outs = run(x.reshape(tokens, hidden), residual.reshape(tokens, hidden), weight)
+    return tuple(out.reshape(x.shape) for out in outs)
 
 
 @functools.partial(jax.jit, static_argnums=0)

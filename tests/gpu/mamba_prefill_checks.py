@@ -8,11 +8,7 @@ results that move, and every element is compared. Shapes that failed are not tim
 anywhere, without a GPU the kernels in the interpreter: that shows that the program works, and its times mean nothing.
 """
 
-import argparse
-import faulthandler
 import functools
-import json
-import time
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +23,8 @@ from pallas_kernels.gated_norm import mosaic_gpu as norm_kernel
 from pallas_kernels.gated_norm import shapes as norm_shapes
 from pallas_kernels.gated_norm.api import FEWEST_ROWS
 from tests.gpu.decode_kernel_checks import poison
-from tests.gpu.loops import checked, microseconds, shown
+from tests.gpu.loops import microseconds
+from tests.gpu.program import Program
 
 FORMS = ("reference", "mosaic_gpu")
 EPS = 1e-5
@@ -183,62 +180,36 @@ def timed(small: bool):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120, help="no new shape is begun behind them")
-    parser.add_argument("--out", help="a JSON file, written after each row")
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
-    begin, rows, failed = time.monotonic(), [], set()
-    head = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "small": args.small}
-
-    def late(share):
-        return time.monotonic() - begin > share * args.seconds
-
-    def say(row):
-        rows.append(row)
-        print(f"{time.monotonic() - begin:6.1f}s {row}", flush=True)
-        if args.out:
-            with open(args.out, "w") as f:
-                json.dump(head | {"failed": sorted(failed), "rows": rows}, f, indent=1)
-
-    # Half of the time is for timings, whatever the checks take.
-    todo = [
-        (functools.partial(check, what, seed, shape, batch, tokens), what, name, batch, tokens)
-        for seed, (what, name, shape, batch, tokens) in enumerate(cases(args.small))
-    ]
-    left_out = 0
-    for number, found in checked([call for call, *_ in todo], begin + args.seconds / 2):
-        _, what, name, batch, tokens = todo[number]
-        if isinstance(found, Exception):
-            failed.add(f"{what} of {name}")
-        left_out += found is None
-        if found is not None:
-            say({"check": what, "shape": name, "batch": batch, "tokens": tokens, "differ": shown(found)})
-    if left_out:
-        say({"left out": f"{left_out} checks"})
+    program = Program(__doc__)
+    small, failed = program.small, program.failed
+    program.check(
+        [
+            (
+                f"{what} of {name}",
+                {"check": what, "shape": name, "batch": batch, "tokens": tokens},
+                "differ",
+                functools.partial(check, what, seed, shape, batch, tokens),
+            )
+            for seed, (what, name, shape, batch, tokens) in enumerate(cases(small))
+        ]
+    )
     table = []
-    for what, name, shape, batch, tokens in timed(args.small):
-        if late(1):
-            say({"left out": f"timings from {what}, {name}, {batch} x {tokens} on"})
+    for what, name, shape, batch, tokens in timed(small):
+        if program.late(1):
+            program.say({"left out": f"timings from {what}, {name}, {batch} x {tokens} on"})
             break
-        moved, us, rate = moved_bytes(what, shape, batch, tokens), {}, {}
+        moved, us, rate, fault = moved_bytes(what, shape, batch, tokens), {}, {}, f"{what} of {name}"
         for which in FORMS:
-            if which == "mosaic_gpu" and f"{what} of {name}" in failed:
-                us[which] = "failed"
-                continue
-            try:
-                found = time_form(
-                    what, which, shape, batch, tokens, (1, 2) if args.small else (8, 72), 2 if args.small else 5
-                )
-                us[which], rate[which] = round(found, 1), round(moved / found / 1e6, 2)
-            except Exception as e:
-                failed.add(f"{what} of {name}")
-                us[which] = f"FAILED {type(e).__name__} {str(e)[:100]}"
+            arguments = what, which, shape, batch, tokens, (1, 2) if small else (8, 72), 2 if small else 5
+            wrong = which == "mosaic_gpu" and fault in failed
+            found = "failed" if wrong else program.tried(fault, time_form, *arguments)
+            us[which] = round(found, 1) if isinstance(found, float) else found
+            if isinstance(found, float):
+                rate[which] = round(moved / found / 1e6, 2)
         row = {"time": what, "shape": name, "batch": batch, "tokens": tokens, "us": us, "tb_per_s": rate}
         row["floor_us"] = round(moved / BANDWIDTH * 1e6, 1)
         table.append(row)
-        say(row)
+        program.say(row)
     print(
         f"\n| kernel | shape | batch x tokens | {' us | '.join(FORMS)} us | floor us | {' TB/s | '.join(FORMS)} TB/s |"
     )
@@ -248,8 +219,7 @@ def main() -> None:
         rates = " | ".join(str(row["tb_per_s"].get(which, "")) for which in FORMS)
         where = f"{row['time']} | {row['shape']} | {row['batch']} x {row['tokens']}"
         print(f"| {where} | {cells} | {row['floor_us']} | {rates} |")
-    print(f"FAILED: {'; '.join(sorted(failed))}" if failed else "all right")
-    raise SystemExit(bool(failed))
+    program.end()
 
 
 if __name__ == "__main__":

@@ -8,12 +8,7 @@ fault of one warpgroup would drown in the whole. Cases that failed are not timed
 anywhere, without a GPU the kernel in the interpreter: that shows that the program works, and its times mean nothing.
 """
 
-import argparse
-import collections
-import faulthandler
 import functools
-import json
-import time
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +19,8 @@ from nemotron_jax.cache import Rows
 from nemotron_jax.layers.attention import attend
 from pallas_kernels.prefill_attention import mosaic_gpu, prefill_attention, reference, shapes
 from tests.gpu.decode_kernel_checks import error, poison
-from tests.gpu.loops import checked, microseconds, shown
+from tests.gpu.loops import microseconds
+from tests.gpu.program import Program
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3}  # weights are rounded once and the result once
 PART_BOUND = {"bfloat16": 8e-3, "float16": 2e-3}  # over one head, or 64 queries of a row
@@ -226,85 +222,49 @@ def time_form(name, heads, tokens, start, loops, repeats) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120, help="no new case is begun behind them")
-    parser.add_argument("--out", help="a JSON file, written after each row")
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
-    begin, rows, failed = time.monotonic(), [], set()
-    head = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "small": args.small}
-
-    def late(share):
-        return time.monotonic() - begin > share * args.seconds
-
-    def say(row):
-        rows.append(row)
-        print(f"{time.monotonic() - begin:6.1f}s {row}", flush=True)
-        if args.out:
-            with open(args.out, "w") as f:
-                json.dump(head | {"failed": sorted(failed), "rows": rows}, f, indent=1)
-
-    def tried(name, call, *arguments, **options):
-        try:
-            return call(*arguments, **options)
-        except Exception as e:  # every case is tried, and the failures counted
-            failed.add(name)
-            return f"FAILED {type(e).__name__} {str(e)[:200]}"
-
-    # Half of the time is for timings, whatever the checks take.
-    tilings = ("kernel",) if args.small else tuple(TILINGS)
-    todo = [
-        (
-            functools.partial(check, seed, name, heads, tokens, slots, start, new, **options),
-            name,
-            heads,
-            tokens,
-            slots,
-            start,
-        )
-        for name in tilings
-        for seed, (heads, tokens, slots, start, new, options) in enumerate(cases(args.small))
-    ]
-    left_out = collections.Counter()
-    for number, found in checked([call for call, *_ in todo], begin + args.seconds / 2):
-        _, name, heads, tokens, slots, start = todo[number]
-        if isinstance(found, Exception):
-            failed.add(name)
-        left_out[name] += found is None
-        if found is not None:
-            say(
-                {"check": name, "heads": heads, "tokens": tokens, "slots": slots, "start": start, "error": shown(found)}
+    program = Program(__doc__)
+    small = program.small
+    tilings = ("kernel",) if small else tuple(TILINGS)
+    program.check(
+        [
+            (
+                name,
+                {"check": name, "heads": heads, "tokens": tokens, "slots": slots, "start": start},
+                "error",
+                functools.partial(check, seed, name, heads, tokens, slots, start, new, **options),
             )
-    if not args.small and not late(0.5):
-        found = tried("kernel", check_beyond_32_bits)
-        say({"check": "kernel", "cache": "beyond 2 ** 31 elements", "error": found})
-    if left_out.total():
-        say({"left out": {f"checks of {name!r}": count for name, count in left_out.items() if count}})
+            for name in tilings
+            for seed, (heads, tokens, slots, start, new, options) in enumerate(cases(small))
+        ]
+    )
+    if not small and not program.late(0.5):
+        found = program.tried("kernel", check_beyond_32_bits)
+        program.say({"check": "kernel", "cache": "beyond 2 ** 31 elements", "error": found})
     names = ("xla", *tilings)
     table = ["| heads | tokens at start | " + " | ".join(f"{n} us | {n} TFLOP/s" for n in names) + " |"]
     table.append("|" + "---|" * (2 + 2 * len(names)))
-    for shape, tokens, start in timed(args.small):
-        if late(1):
-            say({"left out": f"timings from {shape}, {tokens} at {start} on"})
+    for shape, tokens, start in timed(small):
+        if program.late(1):
+            program.say({"left out": f"timings from {shape}, {tokens} at {start} on"})
             break
         heads = shapes.SHAPES.get(shape, (2, 1))
         cells = [f"{heads[0]}/{heads[1]}", f"{tokens} at {start}"]
         for name in names:
-            if name in failed:
+            if name in program.failed:
                 found = "failed before"
-            elif late(1):
+            elif program.late(1):
                 found = "no time left"
             else:
-                loops = (0, 1) if args.small else (1, 4) if name == "xla" else (3, 15)
-                found = tried(name, time_form, name, heads, tokens, start, loops, 1 if args.small else 4)
+                loops = (0, 1) if small else (1, 4) if name == "xla" else (3, 15)
+                found = program.tried(name, time_form, name, heads, tokens, start, loops, 1 if small else 4)
             rate = flop(heads, tokens, start) / found / 1e6 if isinstance(found, float) else 0.0
-            say({"time": name, "heads": heads, "tokens": tokens, "start": start, "us": found, "tflop_per_s": rate})
+            program.say(
+                {"time": name, "heads": heads, "tokens": tokens, "start": start, "us": found, "tflop_per_s": rate}
+            )
             cells += [f"{found:.0f}" if isinstance(found, float) else found, f"{rate:.0f}"]
         table.append("| " + " | ".join(cells) + " |")
     print("\n" + "\n".join(table))
-    print(f"FAILED: {'; '.join(sorted(failed))}" if failed else "all right", head["device"], "jax", head["jax"])
-    raise SystemExit(bool(failed))
+    program.end()
 
 
 if __name__ == "__main__":

@@ -8,11 +8,7 @@ in the whole. Shapes that failed are not timed. With --small it runs little shap
 the interpreter: that shows that the program works, and its times mean nothing.
 """
 
-import argparse
-import faulthandler
 import functools
-import json
-import time
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +17,8 @@ from jax import lax
 
 from pallas_kernels.chunk_scan import chunk_scan, mosaic_gpu, shapes
 from tests.gpu.decode_kernel_checks import poison
-from tests.gpu.loops import checked, microseconds, shown
+from tests.gpu.loops import microseconds
+from tests.gpu.program import Program
 from tests.pallas_kernels.chunk_scan_cases import error, problem
 
 FORMS = ("reference", "xla", "mosaic_gpu")
@@ -132,66 +129,40 @@ def timed(small: bool):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=120, help="no new shape is begun behind them")
-    parser.add_argument("--out", help="a JSON file, written after each row")
-    parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
-    begin, rows, failed = time.monotonic(), [], set()
-    head = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "small": args.small}
-
-    def late(share):
-        return time.monotonic() - begin > share * args.seconds
-
-    def say(row):
-        rows.append(row)
-        print(f"{time.monotonic() - begin:6.1f}s {row}", flush=True)
-        if args.out:
-            with open(args.out, "w") as f:
-                json.dump(head | {"failed": sorted(failed), "rows": rows}, f, indent=1)
-
-    # Half of the time is for timings, whatever the checks take.
-    todo = [
-        (functools.partial(check, seed, which, shape, batch, tokens), which, name, batch, tokens)
-        for seed, (name, shape, batch, tokens) in enumerate(cases(args.small))
-        for which in ("xla", "mosaic_gpu")
-    ]
-    left_out = 0
-    for number, found in checked([call for call, *_ in todo], begin + args.seconds / 2):
-        _, which, name, batch, tokens = todo[number]
-        if isinstance(found, Exception):
-            failed.add(f"{which} of {name}")
-        left_out += found is None
-        if found is not None:
-            say({"check": which, "shape": name, "batch": batch, "tokens": tokens, "error": shown(found)})
-    if left_out:
-        say({"left out": f"{left_out} checks"})
+    program = Program(__doc__)
+    small, failed = program.small, program.failed
+    program.check(
+        [
+            (
+                f"{which} of {name}",
+                {"check": which, "shape": name, "batch": batch, "tokens": tokens},
+                "error",
+                functools.partial(check, seed, which, shape, batch, tokens),
+            )
+            for seed, (name, shape, batch, tokens) in enumerate(cases(small))
+            for which in ("xla", "mosaic_gpu")
+        ]
+    )
     table = []
-    for name, shape, batch, tokens in timed(args.small):
-        if late(1):
-            say({"left out": f"timings from {name}, {batch} x {tokens} on"})
+    for name, shape, batch, tokens in timed(small):
+        if program.late(1):
+            program.say({"left out": f"timings from {name}, {batch} x {tokens} on"})
             break
         us = {}
         for which in FORMS:
-            if f"{which} of {name}" in failed:
-                us[which] = "failed"
-                continue
-            try:
-                loops = (1, 2) if args.small else (2, 10) if which == "reference" else (4, 24)
-                us[which] = round(time_form(which, shape, batch, tokens, loops, 2 if args.small else 5), 1)
-            except Exception as e:
-                failed.add(f"{which} of {name}")
-                us[which] = f"FAILED {type(e).__name__} {str(e)[:100]}"
+            fault = f"{which} of {name}"
+            loops = (1, 2) if small else (2, 10) if which == "reference" else (4, 24)
+            arguments = which, shape, batch, tokens, loops, 2 if small else 5
+            found = "failed" if fault in failed else program.tried(fault, time_form, *arguments)
+            us[which] = round(found, 1) if isinstance(found, float) else found
         row = {"time": name, "batch": batch, "tokens": tokens, "us": us, "floor_us": floor_us(shape, batch, tokens)}
         table.append(row)
-        say(row)
+        program.say(row)
     print(f"\n| shape | batch x tokens | {' us | '.join(FORMS)} us | floor us |\n|{'---|' * (3 + len(FORMS))}")
     for row in table:
         cells = " | ".join(str(row["us"][which]) for which in FORMS)
         print(f"| {row['time']} | {row['batch']} x {row['tokens']} | {cells} | {row['floor_us']:.0f} |")
-    print(f"FAILED: {'; '.join(sorted(failed))}" if failed else "all right")
-    raise SystemExit(bool(failed))
+    program.end()
 
 
 if __name__ == "__main__":

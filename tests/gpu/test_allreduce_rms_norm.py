@@ -1,25 +1,16 @@
 """allreduce_rms_norm on real GPUs, one process for all of them: `pytest --gpu tests/gpu`. One GPU has nothing to sum;
 several ranks on one GPU run the same checks through scripts/launch_local.py, see allreduce_checks.py."""
 
-import faulthandler
-
 import jax
 import pytest
 
 from tests.gpu import allreduce_checks as checks
 
 pytestmark = pytest.mark.gpu
+WATCHDOG = 120
 CHECKS = list(
     checks.plan(("gather", "one_shot", "two_shot", "flags"), (0, 1, 3, 133), (192, 3136, 8192), None, quick=False)
 )
-
-
-@pytest.fixture(autouse=True)
-def watchdog():
-    """A fault in a protocol hangs; a hang must end the run."""
-    faulthandler.dump_traceback_later(120, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="module")

@@ -1,25 +1,13 @@
 """Kernels of a decode step on a real GPU, see decode_kernel_checks.py."""
 
-import faulthandler
-
-import jax
 import pytest
 
 from tests.gpu import decode_kernel_checks as checks
 
 pytestmark = pytest.mark.gpu
+WATCHDOG = 120
 CASES = list(checks.cases())
 ATTENTION_CASES = list(checks.attention_cases())
-
-
-@pytest.fixture(autouse=True)
-def gpu():
-    """A block that waits for others that never come hangs; a hang must end the run."""
-    if jax.default_backend() != "gpu":
-        pytest.fail("needs a GPU")
-    faulthandler.dump_traceback_later(120, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))

@@ -18,6 +18,7 @@ from pallas_kernels.gated_norm import mosaic_gpu as norm_kernel
 from pallas_kernels.gated_norm import typed as norm_typed
 from tests import tiny
 from tests.gpu.mamba_prefill_checks import compare, conv_problem
+from tests.pallas_kernels.absent import traced_for
 from tests.pallas_kernels.interpreter import interpreter, races_found
 
 
@@ -112,10 +113,8 @@ def test_faults_at_once_and_refusals():
     "setting, reason", [("causal_conv", None), ("auto", None), ("matvec", "switched off"), ("none", "off")]
 )
 def test_the_choice(setting, reason):
-    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
     packed, weight, *_ = types(shapes.SHAPES["nemotron-h-8b"], 1, 4096)
-    with selection.use(setting), jax.sharding.use_abstract_mesh(mesh):
+    with traced_for(setting):
         found = declined(packed, weight, start=8192)
     assert found is None if reason is None else reason in found
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from nemotron_jax import NemotronH, NemotronHConfig, make_mesh, step, targets
 from pallas_kernels import Unsupported, selection
 from pallas_kernels.chunk_scan import api, chunk_scan, declined, mosaic_gpu, reference, shapes, supported
+from tests.pallas_kernels.absent import traced_for
 from tests.pallas_kernels.chunk_scan_cases import error, float64, problem, types
 from tests.pallas_kernels.interpreter import interpreter, races_found
 
@@ -228,9 +229,7 @@ def test_what_shapes_the_kernel_serves():
     ],
 )
 def test_the_choice(kind, setting, tokens, reason):
-    device = jax.sharding.AbstractDevice(kind, num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
-    with selection.use(setting), jax.sharding.use_abstract_mesh(mesh):
+    with traced_for(setting, kind):
         found = declined(
             batch=1, tokens=tokens, heads=128, head_dim=64, state_size=128, groups=8, dtype=jnp.dtype("bfloat16")
         )

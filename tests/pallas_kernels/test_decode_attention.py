@@ -14,6 +14,7 @@ from pallas_kernels import Unsupported, selection
 from pallas_kernels.decode_attention import declined, decode_attention, mosaic_gpu, reference, shapes, supported
 from tests import tiny
 from tests.gpu.decode_kernel_checks import BOUND, attention_problem, error
+from tests.pallas_kernels.absent import traced_for
 from tests.pallas_kernels.interpreter import interpreter
 
 
@@ -201,10 +202,8 @@ def test_faults_at_once_and_refusals():
     "setting, reason", [("decode_attention", None), ("auto", None), ("matvec", "switched off"), ("none", "off")]
 )
 def test_the_choice(setting, reason):
-    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
     k = jax.ShapeDtypeStruct((1, 2048, 8, 128), jnp.bfloat16)
-    with selection.use(setting), jax.sharding.use_abstract_mesh(mesh):
+    with traced_for(setting):
         found = declined(k, q_heads=32, dtype="bfloat16")
     assert found is None if reason is None else reason in found
 

@@ -8,9 +8,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from nemotron_jax import make_mesh
-from pallas_kernels import Unsupported, selection
+from pallas_kernels import Unsupported
 from pallas_kernels.gated_norm import declined, gated_norm, mosaic_gpu, reference, shapes, supported
 from tests.gpu.mamba_prefill_checks import EPS, compare, norm_problem
+from tests.pallas_kernels.absent import traced_for
 from tests.pallas_kernels.interpreter import interpreter
 
 
@@ -117,9 +118,7 @@ def test_faults_at_once_and_refusals():
     "setting, reason", [("gated_norm", None), ("auto", None), ("matvec", "switched off"), ("none", "off")]
 )
 def test_the_choice(setting, reason):
-    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
     y, packed, _ = types(shapes.SHAPES["nemotron-h-8b"], 1, 4096)
-    with selection.use(setting), jax.sharding.use_abstract_mesh(mesh):
+    with traced_for(setting):
         found = declined(y, packed, groups=8)
     assert found is None if reason is None else reason in found

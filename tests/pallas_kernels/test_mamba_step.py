@@ -14,6 +14,7 @@ from pallas_kernels import Unsupported, selection
 from pallas_kernels.mamba_step import declined, mamba_step, mosaic_gpu, reference, shapes, supported
 from tests import tiny
 from tests.gpu.decode_kernel_checks import error, problem
+from tests.pallas_kernels.absent import traced_for
 from tests.pallas_kernels.interpreter import interpreter
 
 LIMITS = [(0.0, float("inf")), (0.001, float("inf")), (0.05, 0.3)]
@@ -203,19 +204,15 @@ def test_the_choice(monkeypatch):
 
 @pytest.mark.parametrize("rows, setting, reason", [(16, "auto", None), (17, "auto", "pays"), (17, "mamba_step", None)])
 def test_large_states_are_left_to_xla(rows, setting, reason):
-    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
     state = jax.ShapeDtypeStruct((rows, 128, 64, 128), jnp.float32)
-    with selection.use(setting), jax.sharding.use_abstract_mesh(mesh):
+    with traced_for(setting):
         found = declined(state, groups=8, dtype="bfloat16", window_dtype="bfloat16")
     assert found is None if reason is None else reason in found
 
 
 @pytest.mark.parametrize("kind, reason", [("NVIDIA H200", None), ("NVIDIA A100", "Hopper")])
 def test_the_device_decides(kind, reason):
-    device = jax.sharding.AbstractDevice(kind, num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
-    with selection.use("auto"), jax.sharding.use_abstract_mesh(mesh):
+    with traced_for("auto", kind):
         found = selection.fault("mamba_step")
     assert found is None if reason is None else reason in found
 

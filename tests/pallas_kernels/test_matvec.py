@@ -17,6 +17,7 @@ from pallas_kernels import Unsupported, selection
 from pallas_kernels.matvec import api, chosen_matvec, declined, matvec, mosaic_gpu, reference, shapes, supported
 from tests import tiny
 from tests.gpu import matvec_checks as checks
+from tests.pallas_kernels.absent import traced_for
 from tests.pallas_kernels.interpreter import interpreter
 
 Tiling = mosaic_gpu.Tiling
@@ -225,9 +226,7 @@ def test_faults_at_once_and_refusals():
     [("matvec", 8, None), ("matvec", 9, "at most 8 rows"), ("auto", 1, "switched off"), ("none", 1, "switched off")],
 )
 def test_the_choice(setting, rows, reason):
-    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
-    with selection.use(setting), jax.sharding.use_abstract_mesh(mesh):
+    with traced_for(setting):
         found = declined(rows=rows, outputs=4096, inputs=4096, dtype="bfloat16")
     assert found is None if reason is None else reason in found
 

@@ -16,6 +16,7 @@ from pallas_kernels import Unsupported, selection
 from pallas_kernels.prefill_attention import api, declined, mosaic_gpu, prefill_attention, reference, shapes, supported
 from tests import tiny
 from tests.gpu.prefill_attention_checks import BOUND, TILINGS, compare, error, exact, problem
+from tests.pallas_kernels.absent import traced_for
 from tests.pallas_kernels.interpreter import interpreter, races_found
 
 
@@ -220,10 +221,8 @@ def test_empty_calls():
     ],
 )
 def test_the_choice(setting, tokens, slots, reason):
-    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("tensor",), abstract_device=device)
     k = jax.ShapeDtypeStruct((1, slots, 8, 128), jnp.bfloat16)
-    with selection.use(setting), jax.sharding.use_abstract_mesh(mesh):
+    with traced_for(setting):
         found = declined(k, tokens=tokens, q_heads=32, dtype="bfloat16")
     assert found is None if reason is None else reason in found
 
