@@ -179,7 +179,7 @@ def test_every_tiling_that_is_timed_lowers(count_case):
 
 def test_gradient_is_the_references(monkeypatch):
     x, w = checks.problem(3, 2, 64, 96)
-    monkeypatch.setattr(api, "_launch", lambda call, x, w: reference.matvec(x, w, **call.kwargs))
+    monkeypatch.setattr(api, "_launch", lambda call, x, w: jax.lax.stop_gradient(reference.matvec(x, w, **call.kwargs)))
 
     def loss(implementation):
         options = dict(out_dtype="float32", squared_relu=True, implementation=implementation)
@@ -187,6 +187,28 @@ def test_gradient_is_the_references(monkeypatch):
 
     for found, wanted in zip(*(jax.grad(loss(i), (0, 1))(x, w) for i in ("mosaic_gpu", "reference")), strict=True):
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+def test_gradient_through_chosen_matrices(monkeypatch):
+    """Into the chosen matrices and no others; the choice itself has none."""
+    x, w, chosen = choice_problem((2, 3, 8, 64, 96), False)
+    w = jnp.nan_to_num(w)
+    monkeypatch.setattr(
+        api,
+        "_launch_chosen",
+        lambda squared, x, w, c: jax.lax.stop_gradient(reference.chosen_matvec(x, w, c, squared_relu=squared)),
+    )
+
+    def loss(implementation):
+        options = dict(squared_relu=True, implementation=implementation)
+        return lambda x, w: jnp.sum(chosen_matvec(x, w, chosen, **options).astype(jnp.float32) ** 2)
+
+    found, wanted = (jax.grad(loss(i), (0, 1))(x, w) for i in ("mosaic_gpu", "reference"))
+    for a, b in zip(found, wanted, strict=True):
+        assert np.asarray(b, np.float32).any()
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    others = ~np.isin(np.arange(8), chosen)
+    assert others.any() and not np.asarray(found[1], np.float32)[others].any()
 
 
 # ------------------------------------------------------------------------------------------------ choice and faults
