@@ -332,6 +332,18 @@ TWO_GPUS = [
         "--variants none,norm,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot,flags", DRY_CALLS,
     ),
     Job(
+        "kernels", "every all-reduce kernel for real, one process for both GPUs", 60, 120,
+        "{python} tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 110",
+        "--implementations gather --tokens 1 --hidden 192 --match values",
+    ),
+    bench("decode_8b_matvec", "8B, batch 1, with the kernel of matrix products of one row", 75,
+          f"decode {{8b}} {TP2} --kernels auto,matvec --plans none all/flags auto {FIVE}"),
+    Job(
+        "kernels_processes", "the same, one process per GPU", 60, 120,
+        "{two_gpus} --join -- tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 105",
+        "--implementations gather --tokens 1 --hidden 192 --match values", needs_nccl=True,
+    ),
+    Job(
         "models_processes", "one process per GPU: the same models", 75, 140,
         f"{{two_gpus}} -- {WHOLE} --quick {SHARED} --watchdog 125 --models tiny-nemotron-h tiny-nemotron-3",
         "--models dense_tied --plans none all/gather", QUICK_COMPILE, needs_nccl=True,
