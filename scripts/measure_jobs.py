@@ -351,7 +351,8 @@ TWO_GPUS = [
     bench("decode_nano3", "Nano-3, batch 1", 70, f"decode {{nano3}} {TP2} --plans none auto {FIVE}"),
     bench("decode_9b", "Nano-9B-v2, batch 1", 60, f"decode {{9b}} {TP2} --plans none auto {FIVE}"),
     bench("prefill_8b", "8B, 8k", 60, f"prefill {{8b}} {TP2} --plans none all/one_shot auto --repeats 5", DRY_PREFILL),
-    bench("decode_47b", "47B, batch 1", 80, f"decode {{47b}} {TP2} --plans none auto {FIVE}"),
+    bench("decode_47b", "47B, batch 1", 120,
+          f"decode {{47b}} {TP2} --skip-plain --kernels auto,matvec --plans none auto {FIVE}"),
     Job(
         "pytest_gpu", "a part of the tests that need two GPUs", 60, 120,
         "{python} -m pytest -q -p no:cacheprovider --gpu --thin 40 tests/gpu/test_allreduce_rms_norm.py",

@@ -39,6 +39,29 @@ def test_plans_that_come_to_the_same_are_timed_once(monkeypatch, tmp_path, count
     count_case()
 
 
+def test_without_plain_the_first_row_is_the_reference(monkeypatch, tmp_path):
+    def decode(model, batch, context, steps, repeats):
+        return timing.Timing(2e-3, 1e-3, 3e-3), np.arange(8.0) + (9.0 if model.fusion == "all/psum" else 5.0)
+
+    monkeypatch.setattr(timing, "decode", decode)
+    status, result = bench(
+        monkeypatch,
+        tmp_path,
+        "decode",
+        FOLDER,
+        "--plans",
+        "all/gather",
+        "all/psum",
+        "--skip-plain",
+        "--dtype",
+        "float32",
+    )
+    rows = result["rows"]
+    assert [(row["plan"], row["ms"]) for row in rows] == [("none", 2.0), ("all/gather", 2.0), ("all/psum", None)]
+    assert {row["reference"] for row in rows} == {"plan none, kernels none"}
+    assert status == cli.FAILED
+
+
 def test_one_plan_that_fails_leaves_the_others(monkeypatch, tmp_path):
     def decode(model, batch, context, steps, repeats):
         if model.fusion != "none":

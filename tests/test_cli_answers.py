@@ -23,6 +23,8 @@ from tests import tiny
         (["compare", "reference.npz", "--tolerance", "nan"], "found nan, accepted a number of 0 or more"),
         (["compare", "reference.npz", "--tolerance", "-1"], "found -1, accepted a number of 0 or more"),
         (["bench", "decode", "--steps", "5", "2"], "found 5 2, accepted two numbers"),
+        (["bench", "decode", "--tokens", "8"], "--tokens: found it with decode"),
+        (["bench", "prefill", "--context", "8"], "--context: found it with prefill"),
         (["bench", "decode", "--steps", "4", "6"], "found 4 6, accepted two numbers"),
     ],
 )

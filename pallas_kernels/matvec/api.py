@@ -25,6 +25,7 @@ class _Call:
 
     out_dtype: jnp.dtype
     squared_relu: bool
+    overlap: bool
 
     @property
     def kwargs(self) -> dict:
@@ -96,7 +97,7 @@ def matvec(
         implementation = "mosaic_gpu" if declined(**shape) is None else "reference"
     elif implementation == "mosaic_gpu" and (reason := supported(**shape)) is not None:
         raise Unsupported(f"matvec: the kernel {reason}")
-    call = _Call(out, bool(squared_relu))
+    call = _Call(out, bool(squared_relu), selection.overlap())
     plain = functools.partial(reference.matvec, **call.kwargs)
     run = plain if implementation == "reference" else gradient.as_of(plain, functools.partial(_launch, call))
     return run(x, w)
@@ -109,7 +110,7 @@ def _launch(call: _Call, x, w):
     from pallas_kernels.matvec import mosaic_gpu
 
     axes = selection.varying(x) | selection.varying(w)
-    y = mosaic_gpu.matvec(*(selection.vary(v, axes) for v in (x, w)), **call.kwargs)
+    y = mosaic_gpu.matvec(*(selection.vary(v, axes) for v in (x, w)), overlap=call.overlap, **call.kwargs)
     return selection.vary(y, axes)  # a kernel's outputs carry no varying axes of their own
 
 
@@ -175,14 +176,14 @@ def chosen_matvec(
     plain = functools.partial(reference.chosen_matvec, squared_relu=squared_relu)
     if implementation == "reference":
         return plain(x, w, chosen)
-    return gradient.as_of(plain, functools.partial(_launch_chosen, squared_relu))(x, w, chosen)
+    return gradient.as_of(plain, functools.partial(_launch_chosen, squared_relu, selection.overlap()))(x, w, chosen)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _launch_chosen(squared_relu, x, w, chosen):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _launch_chosen(squared_relu, overlap, x, w, chosen):
     from pallas_kernels.matvec import mosaic_gpu
 
     axes = selection.varying(x) | selection.varying(w) | selection.varying(chosen)
     x, w, flat = (selection.vary(v, axes) for v in (x.reshape(-1, x.shape[-1]), w, chosen.reshape(-1)))
-    y = mosaic_gpu.matvec(x, w, flat, out_dtype=x.dtype, squared_relu=squared_relu)
+    y = mosaic_gpu.matvec(x, w, flat, out_dtype=x.dtype, squared_relu=squared_relu, overlap=overlap)
     return selection.vary(y.reshape(*chosen.shape, -1), axes)

@@ -22,6 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import overlap as overlapping
+
 MULTIPROCESSORS = 132  # of H100 and H200; a kind with fewer runs the blocks that are left afterwards
 GROUP = 8  # rows of a swizzled group, outputs as well as rows of x
 HEIGHT = 64  # outputs of one tensor core instruction
@@ -54,8 +56,6 @@ class Tiling:
         stages: steps that are in shared memory at once, a multiple of `warpgroups`, two or more for each.
         warpgroups: that multiply, beside the one that fetches.
         blocks: thread blocks, at most.
-        early: ask for the first steps of the matrix while the kernel before this one still runs, where the runtime
-            lets them overlap. Only for a matrix that the kernel before does not write.
     """
 
     outputs: int
@@ -63,7 +63,6 @@ class Tiling:
     stages: int
     warpgroups: int = 1
     blocks: int = MULTIPROCESSORS
-    early: bool = False
 
     @property
     def firsts(self) -> tuple[int, ...]:
@@ -136,6 +135,7 @@ def matvec(
     out_dtype: jnp.dtype,
     squared_relu: bool = False,
     tiling: Tiling | None = None,
+    overlap: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """See `reference.matvec`, and with `chosen`, which is flat here as x's rows are, `reference.chosen_matvec`; api.py
@@ -143,6 +143,8 @@ def matvec(
 
     Args:
         tiling: instead of the default one.
+        overlap: begin while the kernel in front still runs, and ask for the first steps of the matrix meanwhile: it
+            must not be what that kernel writes. Which matrices are chosen is known behind it alone.
     """
     *_, outputs, inputs = w.shape
     dtype = x.dtype
@@ -150,7 +152,6 @@ def matvec(
     choices, rows = (1, x.shape[0]) if chosen is None else (chosen.shape[0], 1)
     cut = tiling or default_tiling(rows, outputs, choices)
     groups, stages, tile, depth = cut.warpgroups, cut.stages, cut.outputs, cut.depth
-    assert chosen is None or not cut.early  # the kernel before may be the one that chooses
     # Each slot has one reader, whose count of its phases holds; it gives a slot back when it has the next one.
     assert stages % groups == 0 and stages >= 2 * groups
     parts, steps = pl.cdiv(outputs, tile), pl.cdiv(inputs, depth)
@@ -161,7 +162,7 @@ def matvec(
     swizzle = plgpu.SwizzleTransform(2 * wide)
     tiled = plgpu.TilingTransform((GROUP, wide))
     columns = padded(rows)
-    ahead = min(stages, steps) if cut.early else 0
+    ahead = min(stages, steps) if overlap and chosen is None else 0
 
     # Rows of x, of which there may be less than 8, go into groups of 8: the copy knows the group as rows of the swizzle
     # pattern, which may be cut anywhere, the product as tiles. The interpreter knows no patterns.
@@ -229,8 +230,8 @@ def matvec(
                 def first_steps(k):
                     fetch_w(w_ref, lax.axis_index("block"), k, k)
 
-                plgpu.griddepcontrol_wait()
-                plgpu.griddepcontrol_launch_dependents()
+            if overlap and interpret is None:  # the interpreter runs one kernel after the other
+                overlapping.begin()
 
             @my_tiles
             def each_tile(info):

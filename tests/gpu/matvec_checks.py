@@ -8,7 +8,6 @@ over different matrices, more than the second-level cache holds, of the kernel's
 """
 
 import argparse
-import dataclasses
 import faulthandler
 import functools
 import json
@@ -156,9 +155,9 @@ def released(rows: tuple[int, ...] = (1, 5, 8, 2)) -> Iterator[tuple[int, int, i
                 yield n, *size
 
 
-def tilings(rows: int, outputs: int, early: bool = False) -> list[mosaic_gpu.Tiling]:
+def tilings(rows: int, outputs: int) -> list[mosaic_gpu.Tiling]:
     """To compare: the default one; two warpgroups; a shorter ring; longer and shorter steps; two blocks on a
-    multiprocessor; and where asked, a start before the kernel before has ended.
+    multiprocessor.
     """
     make = mosaic_gpu.default_tiling
     usual = make(rows, outputs)
@@ -169,15 +168,13 @@ def tilings(rows: int, outputs: int, early: bool = False) -> list[mosaic_gpu.Til
         make(rows, outputs, slot_bytes=32 * 1024),
         make(rows, outputs, slot_bytes=8 * 1024),
         make(rows, outputs, blocks=2 * mosaic_gpu.MULTIPROCESSORS, shared_bytes=110 * 1024),
-        *([dataclasses.replace(usual, early=True)] if early else []),
     ]
     return list(dict.fromkeys(t for t in found if t.shared_bytes(rows) <= mosaic_gpu.SHARED_BYTES))
 
 
 def name_of(tiling: mosaic_gpu.Tiling) -> str:
     t = tiling
-    early = " early" if t.early else ""
-    return f"{t.outputs}x{t.depth} stages {t.stages} warpgroups {t.warpgroups} blocks {t.blocks}{early}"
+    return f"{t.outputs}x{t.depth} stages {t.stages} warpgroups {t.warpgroups} blocks {t.blocks}"
 
 
 def time_call(call, rows, outputs, inputs, seconds: float = 0.03, repeats: int = 5) -> float:
@@ -210,14 +207,14 @@ def xla(x, w):
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
 
 
-def timings(names, ranks, rows, every_tiling: bool, early: bool) -> Iterator[dict]:
+def timings(names, ranks, rows, every_tiling: bool) -> Iterator[dict]:
     """Rows of the table; at each shape the loop without a product and XLA's come first."""
     for name in names:
         size = shapes.of_rank(name, ranks)
         if size is None or supported(rows=rows, outputs=size[0], inputs=size[1], dtype="bfloat16"):
             continue
         empty = 0.0
-        cuts = tilings(rows, size[0], early) if every_tiling else [mosaic_gpu.default_tiling(rows, size[0])]
+        cuts = tilings(rows, size[0]) if every_tiling else [mosaic_gpu.default_tiling(rows, size[0])]
         for cut in (nothing, xla, *cuts):
             if isinstance(cut, mosaic_gpu.Tiling):
 
@@ -240,7 +237,7 @@ def timings(names, ranks, rows, every_tiling: bool, early: bool) -> Iterator[dic
 
 
 def plan() -> Iterator[tuple[tuple[str, ...], int, int, bool]]:
-    """Arguments of `timings` but for the last, what matters most first."""
+    """Arguments of `timings`, what matters most first."""
     eight = tuple(n for n in shapes.SHAPES if n.startswith("8b"))
     yield ("8b in_proj", "8b down", "8b o"), 1, 1, True
     yield tuple(n for n in eight if n not in ("8b in_proj", "8b down", "8b o")), 1, 1, False
@@ -258,16 +255,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--out", help="file for the times, a JSON object a line")
-    parser.add_argument("--early", action="store_true", help="also kernels that start before the one before has ended")
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
     begin, failed, done = time.monotonic(), 0, 0
-    early = [(check, (5, 4096, 2048), {"tiling": t}) for t in tilings(5, 4096, True) if t.early and args.early]
 
     def spent():
         return time.monotonic() - begin
 
-    todo = [*((check, shape, options) for shape, options in edges()), *early]
+    todo = [(check, shape, options) for shape, options in edges()]
     todo += [(check_project, shape, {}) for shape in ((1, 4096, 4096), (8, 2320, 4096))]
     todo += [
         (check_chosen, (1, 6, 128, 1856, 2688), {"squared_relu": True}),
@@ -291,7 +286,7 @@ def main() -> None:
     print(f"{spent():5.1f}s {done} checks, {failed} failed, largest error {worst:.1e}", flush=True)
     seen = set()
     for part in plan():
-        for row in timings(*part, args.early):
+        for row in timings(*part):
             key = (row["shape"], row["ranks"], row["rows"], row["implementation"])
             if key in seen:
                 continue
