@@ -36,6 +36,7 @@ import shlex
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -44,6 +45,7 @@ import time
 import traceback
 
 GRACE = 10.0  # seconds in which the others may say themselves why they end, after one has ended badly
+GONE = 60.0  # seconds after which a process that was killed is given up: a driver can hold one for ever
 COORDINATOR, COUNT, INDEX = "NEMOTRON_JAX_COORDINATOR", "NEMOTRON_JAX_NUM_PROCESSES", "NEMOTRON_JAX_PROCESS_ID"
 DEVICES = "NEMOTRON_JAX_LOCAL_DEVICES"
 CHILD = "--joined"  # first argument of this script in a process of --join
@@ -126,8 +128,35 @@ def start_mps() -> str | None:
         return None
     folder = tempfile.mkdtemp(prefix="mps-")
     env = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
-    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env, check=True)
+    status = subprocess.run(["nvidia-cuda-mps-control", "-d"], env=env).returncode
+    if status:
+        say(f"MPS does not start (status {status}); processes on one GPU will take turns slowly")
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
     return folder
+
+
+def nccl_fault(file: str) -> str:
+    """Why a file cannot be preloaded as NCCL, in a line; empty where it can.
+
+    What ld.so cannot preload it passes over with a line on stderr, in every process and in every tool that one starts:
+    XLA then finds no version in what ptxas says.
+    """
+    accepted = "accepted a whole libnccl.so.2, in a path without spaces and colons"
+    try:
+        with open(file, "rb") as opened:
+            head, size = opened.read(64), opened.seek(0, os.SEEK_END)
+    except OSError as error:
+        return f"found no {file} that can be read ({error.strerror}), {accepted}"
+    if len(head) == 64 and head.startswith(b"\x7fELF"):
+        (table,), (entry, count) = struct.unpack_from("Q", head, 40), struct.unpack_from("HH", head, 58)
+        if size < table + entry * count:  # the table of sections comes last
+            return f"found {file} cut off at {size} of {table + entry * count} bytes, {accepted}"
+    has_it = "import ctypes, sys; sys.exit(not hasattr(ctypes.CDLL(None), 'ncclGetVersion'))"
+    env = os.environ | {"LD_PRELOAD": os.path.abspath(file)}
+    done = subprocess.run([sys.executable, "-ISc", has_it], env=env, capture_output=True, text=True)
+    said = done.stderr.splitlines() or ["a process with it was killed" if done.returncode < 0 else "no ncclGetVersion"]
+    return f"found {file} of {size} bytes ({said[0]}), {accepted}" if done.returncode else ""
 
 
 def stop_mps(folder: str) -> None:
@@ -224,12 +253,18 @@ def run(command: list[str], count: int, devices: list[str] | None, limit: float 
     finally:
         signal.pthread_sigmask(signal.SIG_BLOCK, ASKS_TO_END)  # what is left takes a moment, and must be done
         end(processes, signal.SIGKILL)
-        for process in processes:
-            process.wait()
+        if not wait(processes, GONE):
+            say(f"killed, but still there: {[process.pid for process in processes if process.returncode is None]}")
         for thread in threads:
             thread.join(5)
         if folder:
             stop_mps(folder)
+
+
+def what_is_accepted(command: list[str]) -> str:
+    """What is accepted behind --, where this was not."""
+    hint = " (a Python file needs `python` in front)" if command[0].endswith(".py") else ""
+    return f", accepted a program and its arguments{hint}"
 
 
 def main() -> int:
@@ -247,17 +282,24 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...")
     args = parser.parse_args()
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    devices = args.devices.split(",") if args.devices else None
+    devices = None if args.devices is None else args.devices.split(",")
     count = args.processes or len(devices or ())
     faults = []
     if not command:
         faults.append("found no command behind --")
     elif args.join and not os.path.isfile(command[0]):
         faults.append(f"--join: found {command[0]!r} behind --, accepted a Python file")
+    elif not args.join and shutil.which(command[0]) is None:
+        what = "not executable" if os.path.isfile(command[0]) else "no such program"
+        faults.append(f"found {command[0]!r} behind --, {what}{what_is_accepted(command)}")
     if count < 1 or (devices is not None and count != len(devices)):
         faults.append(f"-n {args.processes} with --devices {args.devices}: accepted one of them, or as many as devices")
     if devices and (bad := [d for d in devices if not all(part.isdecimal() for part in d.split("+"))]):
         faults.append(f"--devices: found {bad}, accepted numbers of GPUs, joined by + where a process has several")
+    if args.limit is not None and not 0 < args.limit < float("inf"):
+        faults.append(f"--limit: found {args.limit}, accepted seconds above 0")
+    if args.nccl is not None and (fault := nccl_fault(args.nccl)):
+        faults.append(f"--nccl: {fault}")
     if faults:
         say("; ".join(faults))
         return 2
@@ -266,8 +308,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(command, count, devices, args.limit, args.nccl, not args.no_mps)
-    except FileNotFoundError as error:
-        say(f"{shlex.join(command)}: {error}")
+    except OSError as error:
+        say(f"{shlex.join(command)}: {error}{what_is_accepted(command)}")
         return 2
 
 

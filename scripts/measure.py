@@ -33,9 +33,11 @@ import tarfile
 import time
 from pathlib import Path
 
+from launch_local import nccl_fault
 from measure_jobs import LISTS, ROOT, Job, Setting, key_figure
 
 GRACE = 5.0  # seconds between asking a job to end and ending it
+GONE = 30.0  # seconds after which a process that was killed is given up: a driver can hold one for ever
 RESERVE = 5.0  # seconds kept for ending the last job and writing the summary
 ENDED = ("ok", "failed", "limit")  # not run again; "skipped", "cut" and "running" are
 VERSIONS = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", "nvidia-nccl-cu13", "torch", "transformers", "triton")
@@ -67,8 +69,11 @@ class Campaign:
         self.began = time.monotonic()
         self.entries: dict[str, Entry] = {}
         self.file = setting.out / "summary.json"
-        if self.file.is_file() and not again:
-            stored = json.loads(self.file.read_text())
+        try:
+            stored = self._stored()
+        except ValueError as error:
+            raise ValueError(f"found {self.file}, no JSON ({error}), accepted what this program wrote") from None
+        if not again:
             self.entries = {e["name"]: Entry(**e) for e in stored.get(name, [])}
 
     @property
@@ -88,6 +93,9 @@ class Campaign:
             self._note(self._one(job))
             entry = self.entries[job.name]
             print(f"{time.monotonic() - self.began:5.0f} s  {entry.status} {job.name}: {entry.key}", flush=True)
+
+    def _stored(self) -> dict:
+        return json.loads(self.file.read_text()) if self.file.is_file() else {}
 
     def _status(self, job: Job) -> str:
         return self.entries[job.name].status if job.name in self.entries else "waiting"
@@ -113,7 +121,7 @@ class Campaign:
 
     def _note(self, entry: Entry) -> None:
         self.entries[entry.name] = entry
-        everything = json.loads(self.file.read_text()) if self.file.is_file() else {}
+        everything = self._stored()
         everything[self.name] = [dataclasses.asdict(e) for e in self.entries.values()]
         replace(self.file, json.dumps(everything, indent=1) + "\n")
         replace(self.setting.out / "summary.md", "\n\n".join(table(k, v) for k, v in everything.items()) + "\n")
@@ -199,7 +207,7 @@ def end_descendants(process: subprocess.Popen) -> None:
                 os.kill(pid, signal.SIGKILL)
         reap(process)
         time.sleep(0.05)
-    process.wait()
+    ended_within(process, GONE)
 
 
 def ended_within(process: subprocess.Popen, seconds: float) -> bool:
@@ -259,8 +267,13 @@ def unpacked(nccl: Path | None, out: Path) -> Path | None:
         return nccl
     library = out / "libnccl.so.2"
     if not library.is_file():
-        with lzma.open(nccl) as source:
-            library.write_bytes(source.read())
+        partial = out / f".{library.name}.partial"
+        try:
+            with lzma.open(nccl) as source:
+                partial.write_bytes(source.read())
+        except (lzma.LZMAError, EOFError) as error:
+            raise ValueError(f"--nccl: found {nccl}, broken ({error}), accepted libnccl.so.2 packed with xz") from None
+        partial.replace(library)
     return library
 
 
@@ -311,18 +324,27 @@ def main() -> int:
         return 2
     chosen = [jobs[name] for name in args.only] if args.only else list(jobs.values())
     out = (args.out or ROOT / "build" / "measured" / args.list).resolve()
-    out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     adopt_orphans()
-    setting = Setting(
-        out,
-        dry=args.dry_run,
-        cache=args.compilation_cache and args.compilation_cache.resolve(),
-        nccl=unpacked(args.nccl and args.nccl.resolve(), out),
-        mamba_ssm=args.mamba_ssm and args.mamba_ssm.resolve(),
-    )
-    replace(out / "machine.json", json.dumps(machine(shlex.join(sys.argv)), indent=1) + "\n")
-    campaign = Campaign(args.list, chosen, setting, args.seconds, args.again, args.pack)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        nccl = unpacked(args.nccl and args.nccl.resolve(), out)
+        if nccl and (fault := nccl_fault(str(nccl))):
+            raise ValueError(f"--nccl: {fault}")
+        setting = Setting(
+            out,
+            dry=args.dry_run,
+            cache=args.compilation_cache and args.compilation_cache.resolve(),
+            nccl=nccl,
+            mamba_ssm=args.mamba_ssm and args.mamba_ssm.resolve(),
+        )
+        campaign = Campaign(args.list, chosen, setting, args.seconds, args.again, args.pack)
+        replace(out / "machine.json", json.dumps(machine(shlex.join(sys.argv)), indent=1) + "\n")
+        if args.pack:
+            pack(out, args.pack)  # now, since a file that cannot be written would end the run after its first job
+    except (OSError, ValueError) as error:
+        print(f"measure: {error}", file=sys.stderr)
+        return 2
     try:
         campaign.run()
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ devices can run; and of a run one of whose processes is killed, nothing is left.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -52,9 +53,9 @@ def run(command: list[str], seconds: float) -> tuple[dict | None, str]:
     return (found, "") if done.returncode == 0 and found else (found, f"status {done.returncode}: {last}")
 
 
-def make_slice(folder: Path) -> None:
+def make_slice(folder: Path) -> str:
     """A checkpoint of four blocks of the 8B model, float32, with a small vocabulary. In a process of its own, on the
-    CPU."""
+    CPU. Returns what went wrong, or nothing."""
     code = f"""
 import dataclasses, jax
 jax.config.update("jax_platforms", "cpu")
@@ -66,8 +67,9 @@ config = dataclasses.replace(
     config, hybrid_override_pattern=pattern, block_configs=blocks, vocab_size=4096, dtype="float32"
 )
 nemotron_jax.export(nemotron_jax.NemotronH(config, rngs=1), {str(folder)!r})
+print('{{"made": true}}')
 """
-    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=600)
+    return run([sys.executable, "-c", code], 600)[1]
 
 
 @dataclasses.dataclass
@@ -88,7 +90,7 @@ def check_tokens(report: Report, model: list[str], name: str, prompts: Path, ran
     asked += ["--dtype", "float32", "--batch-size", 2]
     alone, fault = run(program(*asked, "--fusion", "none"), seconds)
     report.say(f"{name}, one process", fault)
-    if alone is None:
+    if fault:
         return
     want = [o["tokens"] for o in alone["outputs"]]
     for n in ranks:
@@ -105,10 +107,11 @@ def check_tokens(report: Report, model: list[str], name: str, prompts: Path, ran
 def check_selftest(report: Report, ranks: list[int], options, seconds) -> None:
     for n in ranks:
         found, fault = run(launcher(n, options, "selftest", "--json"), seconds)
-        checks = [] if found is None else found["checks"]
+        checks = [] if found is None else found.get("checks", [])
         bad = [f"{c['name']}: {c['detail']}" for c in checks if c["ok"] is False]
         ran = [c["name"] for c in checks if c["ok"]]
-        report.say(f"selftest, {n} processes", "; ".join(bad) or fault, f"passed: {', '.join(ran)}")
+        fault = "; ".join(bad) or fault or ("" if ran else "no check ran")
+        report.say(f"selftest, {n} processes", fault, f"passed: {', '.join(ran)}")
 
 
 def descendants(pid: int) -> set[int]:
@@ -131,34 +134,47 @@ def runs(pid: int) -> bool:
         return False
 
 
+def environment_of(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has just ended
+        return []
+
+
 def check_killed(report: Report, ranks: list[int], options) -> None:
     for n in ranks:
-        asked = ["generate", "--prompt", "In the beginning", "--ignore-eos", "--max-new-tokens", 4000, "--stream"]
-        process = subprocess.Popen(
-            launcher(n, options, *asked, "--tensor-parallel", n, "--fusion", "auto"),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
-        )  # fmt: skip
+        report.say(f"killed process of {n}", *killed(n, options))
+
+
+def killed(n: int, options) -> tuple[str, str]:
+    """Kill process 1 of a run; returns what went wrong, and how it went."""
+    asked = ["generate", "--prompt", "In the beginning", "--ignore-eos", "--max-new-tokens", 4000, "--stream"]
+    command = launcher(n, options, *asked, "--tensor-parallel", n, "--fusion", "auto")
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:  # nobody reads a pipe while this waits for stdout
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment())
         process.stdout.read(80)
         family = descendants(process.pid)
-        ours = [
-            pid
-            for pid in family
-            if b"NEMOTRON_JAX_PROCESS_ID=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        ]
+        ours = [pid for pid in family if b"NEMOTRON_JAX_PROCESS_ID=1" in environment_of(pid)]
         begun = time.monotonic()
-        os.kill(min(ours), signal.SIGKILL)
+        if ours:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(min(ours), signal.SIGKILL)
         try:
-            _, err = process.communicate(timeout=60)
+            process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
-            report.say(f"killed process of {n}", "the others did not end within 60 s")
-            continue
+            process.wait()
+            return "the others did not end within 60 s", ""
         seconds = time.monotonic() - begun
-        time.sleep(1)
-        left = [pid for pid in family if runs(pid)]
-        fault = f"left processes {left}" if left else "" if seconds < 30 else f"took {seconds:.0f} s"
-        fault = fault or ("" if "process 1" in err else f"not named: {err[-300:]}")
-        report.say(f"killed process of {n}", fault, f"all ended within {seconds:.1f} s")
+        errors.seek(0)
+        err = errors.read().strip()
+    if not ours:
+        return f"no process 1 to kill, the run ended with status {process.returncode}: {err[-300:]}", ""
+    time.sleep(1)
+    left = [pid for pid in family if runs(pid)]
+    fault = f"left processes {left}" if left else "" if seconds < 30 else f"took {seconds:.0f} s"
+    fault = fault or ("" if "process 1" in err else f"not named: {err[-300:]}")
+    return fault, f"all ended within {seconds:.1f} s"
 
 
 def main() -> int:
@@ -172,7 +188,10 @@ def main() -> int:
     )
     parser.add_argument("--cpu", action="store_true", help="without a GPU: to try out this script")
     args = parser.parse_args()
-    ranks = [int(n) for n in args.ranks.split(",")]
+    try:
+        ranks = [int(n) for n in args.ranks.split(",")]
+    except ValueError:
+        parser.error(f"--ranks: found {args.ranks!r}, accepted numbers with commas between")
     options = ["--limit", str(args.limit)] + (["--nccl", args.nccl] if args.nccl else [])
     options += ["cpu"] if args.cpu else []
     parts = args.only or ("selftest", "tiny", "8b", "killed")
@@ -185,17 +204,11 @@ def main() -> int:
         if "tiny" in parts:
             check_tokens(report, [], "shipped model", prompts, ranks, args.plans, options, args.limit + 30)
         if "8b" in parts:
-            make_slice(Path(folder) / "slice")
-            check_tokens(
-                report,
-                [str(Path(folder) / "slice")],
-                f"8B blocks {FOUR_BLOCKS}",
-                prompts,
-                ranks,
-                args.plans,
-                options,
-                args.limit + 30,
-            )
+            part, name = Path(folder) / "slice", f"8B blocks {FOUR_BLOCKS}"
+            if fault := make_slice(part):
+                report.say(name, fault)
+            else:
+                check_tokens(report, [str(part)], name, prompts, ranks, args.plans, options, args.limit + 30)
         if "killed" in parts:
             check_killed(report, ranks, options)
     print(f"{report.checks - report.failures} of {report.checks} passed, {time.monotonic() - report.started:.0f} s")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts.elf import shared_library
 from tests.signals import sigint
 from tests.test_processes import ENDLESS, LAUNCHER, WITHIN, environment, program
 
@@ -36,9 +37,9 @@ def launcher(*arguments) -> list[str]:
     return [sys.executable, str(LAUNCHER), *map(str, arguments)]
 
 
-def finished(*arguments) -> tuple[subprocess.CompletedProcess, float]:
+def finished(*arguments, **env) -> tuple[subprocess.CompletedProcess, float]:
     began = time.monotonic()
-    done = subprocess.run(launcher(*arguments), capture_output=True, text=True, timeout=120, env=environment())
+    done = subprocess.run(launcher(*arguments), capture_output=True, text=True, timeout=120, env=environment(**env))
     return done, time.monotonic() - began
 
 
@@ -91,8 +92,11 @@ def test_processes_join_before_a_plain_program_starts(tmp_path, count_case):
     count_case(2)
 
 
-def test_variables_of_processes_that_share_gpus():
-    done, _ = finished("--devices", "3,3,0+1", "--no-mps", "--nccl", "lib.so", "--", sys.executable, "-c", VARIABLES)
+def test_variables_of_processes_that_share_gpus(tmp_path):
+    library = tmp_path / "lib.so"
+    library.write_bytes(shared_library("ncclGetVersion"))
+    nccl = os.path.relpath(library)
+    done, _ = finished("--devices", "3,3,0+1", "--no-mps", "--nccl", nccl, "--", sys.executable, "-c", VARIABLES)
     assert done.returncode == 0, done.stderr
     first = json.loads(done.stdout)
     others = [line for line in done.stderr.splitlines() if line[1:5] in ("1] {", "2] {")]
@@ -102,7 +106,7 @@ def test_variables_of_processes_that_share_gpus():
     assert len({of[i]["NEMOTRON_JAX_COORDINATOR"] for i in range(3)}) == 1
     assert [of[i].get("NCCL_MULTI_RANK_GPU_ENABLE") for i in range(3)] == ["1", "1", None]
     assert [of[i].get("PALLAS_KERNELS_MAX_BLOCKS") for i in range(3)] == ["66", "66", None]
-    assert first["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.450" and first["LD_PRELOAD"] == os.path.abspath("lib.so")
+    assert first["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.450" and first["LD_PRELOAD"] == str(library)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +116,71 @@ def test_variables_of_processes_that_share_gpus():
         (["-n", "0", "--", "true"], "-n 0"),
         (["-n", "3", "--devices", "0,1", "--", "true"], "-n 3 with --devices 0,1"),
         (["--devices", "0,x", "--", "true"], "found ['x']"),
-        (["-n", "2", "--", "no/such/program"], "No such file"),
+        (["-n", "2", "--devices", "", "--", "true"], "--devices: found ['']"),
+        (["-n", "2", "--limit", "0", "--", "true"], "--limit: found 0.0, accepted seconds above 0"),
+        (["-n", "2", "--limit", "nan", "--", "true"], "--limit: found nan"),
+        (
+            ["-n", "2", "--", "no/such/program"],
+            "found 'no/such/program' behind --, no such program, accepted a program",
+        ),
+        (["-n", "2", "--", "no-such-program"], "found 'no-such-program' behind --, no such program"),
+        (["-n", "2", "--", "README.md"], "found 'README.md' behind --, not executable"),
+        (
+            ["-n", "2", "--", __file__],
+            "not executable, accepted a program and its arguments (a Python file needs `python`",
+        ),
         (["-n", "2", "--join", "--", "no/such/file.py"], "--join: found 'no/such/file.py'"),
     ],
 )
 def test_bad_arguments(arguments, said):
     done, _ = finished(*arguments)
-    assert done.returncode == 2 and said in done.stderr
+    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_program_that_the_kernel_refuses(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text("print(1)\n")  # no line that says by what it is run
+    path.chmod(0o755)
+    done, _ = finished("-n", 2, "--", path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "Exec format error" in done.stderr and "needs `python` in front" in done.stderr
+
+
+WHOLE = shared_library("ncclGetVersion")
+UNLISTED = WHOLE[:40] + bytes(8) + WHOLE[48:60] + bytes(2) + WHOLE[62:]  # without a table of sections
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("lib.so", None, "(No such file or directory)"),
+        ("lib.so", b"", "of 0 bytes"),
+        ("lib.so", b"text " * 100, "of 500 bytes"),
+        ("lib.so", WHOLE[:-1], f"cut off at {len(WHOLE) - 1} of {len(WHOLE)} bytes"),
+        ("lib.so", UNLISTED[:250], "of 250 bytes"),
+        ("lib.so", shared_library("otherLibrary"), "(no ncclGetVersion)"),
+        ("my lib.so", WHOLE, "in a path without spaces and colons"),
+    ],
+)
+def test_a_library_that_cannot_be_preloaded(tmp_path, name, content, said):
+    library, started = tmp_path / name, tmp_path / "started"
+    if content is not None:
+        library.write_bytes(content)
+    done, _ = finished("--devices", "0,0", "--no-mps", "--nccl", library, "--", "touch", started)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("launch_local: --nccl: found ") and str(library) in line
+    assert said in line and "accepted a whole libnccl.so.2" in line
+    assert not started.exists()
+
+
+def test_mps_that_does_not_start(tmp_path):
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text("#!/bin/sh\nexit 3\n")
+    control.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done, _ = finished("--devices", "0,0", "--", "sh", "-c", "echo $CUDA_MPS_PIPE_DIRECTORY", PATH=path)
+    assert done.returncode == 0 and done.stdout == "\n"
+    assert "launch_local: MPS does not start (status 3)" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------- how it ends
@@ -143,6 +205,16 @@ def test_what_ends_the_launcher_ends_all(how):
         _, err = done.communicate(timeout=WITHIN)
     assert done.returncode == (-how if killed else 130)
     assert err in ("", "[1] started\n")
+
+
+def test_what_cannot_be_killed_is_given_up():
+    """As where a driver holds a process: killing it is left out here."""
+    code = f"import sys; sys.path.insert(0, {str(LAUNCHER.parent)!r}); import launch_local; launch_local.GONE = 0.5\n"
+    code += "launch_local.end = lambda *_: None; sys.argv = ['x', '-n', '1', '--limit', '0.5', '--', 'sleep', '600']\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit(launch_local.main())"], capture_output=True, timeout=60
+    )
+    assert done.returncode == 124 and b"killed, but still there: [" in done.stderr
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """The runner of measurements: limits, failures, what is left running, and going on where it was stopped."""
 
 import json
+import lzma
 import os
 import shlex
 import signal
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tests.scripts.elf import shared_library
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -55,15 +58,13 @@ def driver(tmp_path, jobs, *arguments):
     return [sys.executable, "-c", code + "sys.exit(measure.main())"]
 
 
+def finished(command):
+    env = os.environ | {"PYTHONPATH": str(SCRIPTS)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+
+
 def run(tmp_path, jobs, *arguments):
-    done = subprocess.run(
-        driver(tmp_path, jobs, *arguments),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=os.environ | {"PYTHONPATH": str(SCRIPTS)},
-    )
-    return done, summary(tmp_path)
+    return finished(driver(tmp_path, jobs, *arguments)), summary(tmp_path)
 
 
 def summary(tmp_path):
@@ -154,6 +155,60 @@ def test_a_job_that_the_end_cuts_short_runs_again(tmp_path):
 def test_bad_input(tmp_path, arguments, part):
     done, _ = run(tmp_path, [("first", 1, 20, "true")], *arguments)
     assert done.returncode == 2 and part in done.stderr
+
+
+LIBRARY = shared_library("ncclGetVersion")
+PACKED = lzma.compress(LIBRARY)
+
+
+@pytest.mark.parametrize(
+    "name, content, part",
+    [
+        ("lib.so", b"", "of 0 bytes"),
+        ("lib.so", LIBRARY[:-1], "cut off"),
+        ("lib.xz", b"", "broken"),
+        ("lib.xz", PACKED[:-1], "broken"),
+        ("lib.xz", LIBRARY, "broken"),
+        ("lib.xz", lzma.compress(LIBRARY[:-1]), "cut off"),
+    ],
+)
+def test_a_library_that_cannot_be_used(tmp_path, name, content, part):
+    library = tmp_path / name
+    library.write_bytes(content)
+    done, entries = run(tmp_path, [("first", 1, 20, "true")], "--nccl", str(library))
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("measure: --nccl: found ") and part in line and not entries
+    if part == "broken":  # so the next run, with a whole one, does not take what is left of this one
+        assert not (tmp_path / "out" / "libnccl.so.2").exists()
+
+
+def test_a_packed_library(tmp_path):
+    library = tmp_path / "lib.xz"
+    library.write_bytes(PACKED)
+    done, entries = run(tmp_path, [("first", 1, 20, "true")], "--nccl", str(library))
+    assert done.returncode == 0 and entries["first"]["status"] == "ok", done.stderr
+    assert (tmp_path / "out" / "libnccl.so.2").read_bytes() == LIBRARY
+
+
+@pytest.mark.parametrize("what", ["out", "summary", "pack"])
+def test_results_that_cannot_be_written(tmp_path, what):
+    file = tmp_path / {"out": "out", "summary": "out/summary.json", "pack": "file"}[what]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("{")
+    ran = tmp_path / "ran"
+    arguments = ["--pack", str(file / "x")] if what == "pack" else []
+    done = finished(driver(tmp_path, [("first", 1, 20, f"touch {ran}")], *arguments))
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("measure: ") and str(file) in line and not ran.exists()
+
+
+def test_a_job_that_cannot_be_killed_is_given_up(tmp_path):
+    """As where a driver holds a process: killing it is left out here."""
+    command = driver(tmp_path, [("held", 1, 1, "sleep 600"), ("next", 1, 20, "true")], "--seconds", "50")
+    command[-1] = f"import measure, os; measure.GONE = 1.0; os.kill = os.killpg = lambda *_: None; {command[-1]}"
+    done = finished(command)
+    assert done.returncode == 1, done.stderr
+    assert {name: e["status"] for name, e in summary(tmp_path).items()} == {"held": "limit", "next": "ok"}
 
 
 @pytest.mark.full
