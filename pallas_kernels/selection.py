@@ -38,6 +38,7 @@ AUTO = (
     "chunk_scan",
     "causal_conv",
     "gated_norm",
+    "matvec",
 )
 VARIABLE = "PALLAS_KERNELS"
 DEFAULT = "auto"

@@ -7,7 +7,8 @@
 XLA records what it can of a loop's body as command buffers (CUDA graphs), which start with one launch; whatever it
 cannot record stands between them and is launched by the host in every step. The decoding program of the generator is
 compiled, not run; XLA's dump of its thunks is read. Prints for each setting the pieces of the loop's body in order.
-Exit status 1 if a step with kernels is cut into more pieces than one without.
+Collectives are never recorded: over several devices those of the embedding and of the arg-max stand beside the buffers.
+Exit status 1 if a step with kernels is cut into more command buffers than one without.
 """
 
 import argparse
@@ -156,18 +157,25 @@ def report(args: argparse.Namespace, folder: Path) -> int:
         if dumps:
             body = max(dumps, key=lambda body: sum(1 + piece.inside for piece in body))
             row |= {"segments": segments(body), "thunks": sum(piece.inside or 1 for piece in body)}
+            row["buffers"] = sum(piece.kind == "CommandBuffer" for piece in body)
             row["body"] = summary(body)
         rows.append(row)
-        print(f"plan {plan}, kernels {kernels}: {row.get('segments', 'no')} pieces: {row.get('body', '')}", flush=True)
+        print(
+            f"plan {plan}, kernels {kernels}: {row.get('segments', 'no')} pieces, {row.get('buffers', 'no')} command buffers: {row.get('body', '')}",
+            flush=True,
+        )
     counted = [row for row in rows if "segments" in row]
-    key = ", ".join(f"{r['plan']} {r['kernels']}: {r['segments']} of {r['thunks']} thunks" for r in counted)
+    key = ", ".join(
+        f"{r['plan']} {r['kernels']}: {r['segments']} pieces, {r['buffers']} buffers, {r['thunks']} thunks"
+        for r in counted
+    )
     if not counted:
         key = "XLA has no list of thunks for this device: nothing to count"
         print(key)
     if args.out:
         args.out.write_text(json.dumps({"key": key, "model": args.model, "rows": rows}, indent=1) + "\n")
-    plain = {row["plan"]: row["segments"] for row in counted if row["kernels"] == "none"}
-    return int(any(row["segments"] > plain.get(row["plan"], row["segments"]) for row in counted))
+    plain = {row["plan"]: row["buffers"] for row in counted if row["kernels"] == "none"}
+    return int(any(row["buffers"] > plain.get(row["plan"], row["buffers"]) for row in counted))
 
 
 def _body(path: Path) -> list[Piece]:

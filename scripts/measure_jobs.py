@@ -161,6 +161,7 @@ def bench(
 
 DRY_PROFILE = "--context 16 --steps 2 --tokens 16 --dtype float32"
 FIVE = "--steps 16 80 --repeats 5"
+BEFORE_MATVEC = "mamba_step,rms_norm,decode_attention"  # what else "auto" is in a decode step
 WHOLE = "{python} tests/gpu/model_checks.py --out {json}"
 CALLS = "scripts/bench_allreduce_rms_norm.py --out {json}"
 DRY_CALLS = "--variants none,psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192"
@@ -169,7 +170,7 @@ ONE_GPU = [
         "matvec_checks", "the products of a decode step against plain ones, and their times", 150, 230,
         "{python} -m tests.gpu.matvec_checks --seconds 145", "--help",
     ),
-    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none auto auto,matvec {FIVE}"),
+    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none {BEFORE_MATVEC} auto {FIVE}"),
     bench(
         "prefill_nano3", "Nano-3, 8k", 95,
         "prefill {nano3} --kernels none auto auto,grouped_matmul --tokens 8192 --repeats 5", DRY_PREFILL,
@@ -207,7 +208,7 @@ ONE_GPU = [
     bench("decode_12b", "Nano-12B-v2, batch 1", 55, f"decode {{12b}} --kernels none auto {FIVE}"),
     bench(
         "decode_8b", "8B, batch 1, kernels off and on", 95,
-        "decode {8b} --kernels none auto auto,matvec --repeats 8", ceilings=True,
+        f"decode {{8b}} --kernels none {BEFORE_MATVEC} auto --repeats 8", ceilings=True,
     ),
     bench(
         "prefill_8b", "8B, 8k and 32k", 80, "prefill {8b} --kernels none auto --tokens 8192 32768 --repeats 3",
@@ -237,7 +238,7 @@ ONE_GPU = [
     ),
     Job(
         "profile_nano3", "every kernel of Nano-3's decode step, by time", 50, 90,
-        "{python} scripts/kernel_times.py decode {nano3} --kernels auto,matvec --out {json}", DRY_PROFILE,
+        "{python} scripts/kernel_times.py decode {nano3} --kernels auto --out {json}", DRY_PROFILE,
     ),
     bench(
         "kernels_nano3", "Nano-3's operations", 80,
@@ -336,8 +337,6 @@ TWO_GPUS = [
         "{python} tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 110",
         "--implementations gather --tokens 1 --hidden 192 --match values",
     ),
-    bench("decode_8b_matvec", "8B, batch 1, with the kernel of matrix products of one row", 75,
-          f"decode {{8b}} {TP2} --kernels auto,matvec --plans none all/flags auto {FIVE}"),
     Job(
         "kernels_processes", "the same, one process per GPU", 60, 120,
         "{two_gpus} --join -- tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 105",
@@ -352,7 +351,7 @@ TWO_GPUS = [
     bench("decode_9b", "Nano-9B-v2, batch 1", 60, f"decode {{9b}} {TP2} --plans none auto {FIVE}"),
     bench("prefill_8b", "8B, 8k", 60, f"prefill {{8b}} {TP2} --plans none all/one_shot auto --repeats 5", DRY_PREFILL),
     bench("decode_47b", "47B, batch 1", 120,
-          f"decode {{47b}} {TP2} --skip-plain --kernels auto,matvec --plans none auto {FIVE}"),
+          f"decode {{47b}} {TP2} --skip-plain --kernels auto --plans none auto {FIVE}"),
     Job(
         "pytest_gpu", "a part of the tests that need two GPUs", 60, 120,
         "{python} -m pytest -q -p no:cacheprovider --gpu --thin 40 tests/gpu/test_allreduce_rms_norm.py",

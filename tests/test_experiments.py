@@ -232,8 +232,8 @@ def test_absent_gpus_are_compiled_or_lowered_for(count_case):
         count_case()
     assert entries[0]["collectives"] == {"all-reduce": 9, "all-gather": 1}
     mamba = NemotronHConfig.preset("nemotron-h-8b").hybrid_override_pattern[:8].count("M")
-    # one per boundary, and one in each Mamba block
-    assert entries[1]["kernels"] == {"mosaic_gpu_v2": 8 + mamba} and entries[1]["collectives"] == {
+    # one per boundary, two products of one row in each block and the head, and one more in each Mamba block
+    assert entries[1]["kernels"] == {"mosaic_gpu_v2": 8 + 2 * 8 + 1 + mamba} and entries[1]["collectives"] == {
         "all-reduce": 1,
         "all-gather": 1,
     }

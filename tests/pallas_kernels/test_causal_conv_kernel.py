@@ -110,7 +110,7 @@ def test_faults_at_once_and_refusals():
 
 
 @pytest.mark.parametrize(
-    "setting, reason", [("causal_conv", None), ("auto", None), ("matvec", "switched off"), ("none", "off")]
+    "setting, reason", [("causal_conv", None), ("auto", None), ("grouped_matmul", "switched off"), ("none", "off")]
 )
 def test_the_choice(setting, reason):
     packed, weight, *_ = types(shapes.SHAPES["nemotron-h-8b"], 1, 4096)

@@ -199,7 +199,7 @@ def test_faults_at_once_and_refusals():
 
 
 @pytest.mark.parametrize(
-    "setting, reason", [("decode_attention", None), ("auto", None), ("matvec", "switched off"), ("none", "off")]
+    "setting, reason", [("decode_attention", None), ("auto", None), ("grouped_matmul", "switched off"), ("none", "off")]
 )
 def test_the_choice(setting, reason):
     k = jax.ShapeDtypeStruct((1, 2048, 8, 128), jnp.bfloat16)

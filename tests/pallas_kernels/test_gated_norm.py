@@ -115,7 +115,7 @@ def test_faults_at_once_and_refusals():
 
 
 @pytest.mark.parametrize(
-    "setting, reason", [("gated_norm", None), ("auto", None), ("matvec", "switched off"), ("none", "off")]
+    "setting, reason", [("gated_norm", None), ("auto", None), ("grouped_matmul", "switched off"), ("none", "off")]
 )
 def test_the_choice(setting, reason):
     y, packed, _ = types(shapes.SHAPES["nemotron-h-8b"], 1, 4096)

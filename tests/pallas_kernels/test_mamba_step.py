@@ -185,8 +185,8 @@ def test_the_choice(monkeypatch):
         assert selection.allowed() == () and "switched off" in selection.fault("mamba_step")
         with selection.use("rms_norm"):
             assert selection.allowed() == ("rms_norm",)
-    with selection.use("auto,matvec,rms_norm"):
-        assert selection.allowed() == (*selection.AUTO, "matvec") and selection.automatic()
+    with selection.use("auto,grouped_matmul,rms_norm"):
+        assert selection.allowed() == (*selection.AUTO, "grouped_matmul") and selection.automatic()
     with selection.use("auto"):
         auto = selection.key()
     with selection.use(" , ".join(selection.AUTO)):

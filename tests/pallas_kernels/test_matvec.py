@@ -245,7 +245,13 @@ def test_faults_at_once_and_refusals():
 
 @pytest.mark.parametrize(
     "setting, rows, reason",
-    [("matvec", 8, None), ("matvec", 9, "at most 8 rows"), ("auto", 1, "switched off"), ("none", 1, "switched off")],
+    [
+        ("matvec", 8, None),
+        ("matvec", 9, "at most 8 rows"),
+        ("auto", 1, None),
+        ("grouped_matmul", 1, "switched off"),
+        ("none", 1, "switched off"),
+    ],
 )
 def test_the_choice(setting, rows, reason):
     with traced_for(setting):

@@ -216,7 +216,7 @@ def test_empty_calls():
         ("prefill_attention", 63, 2048, "64 tokens"),
         ("prefill_attention", 64, 0, "no slot"),
         ("auto", 64, 2048, None),
-        ("matvec", 64, 2048, "switched off"),
+        ("grouped_matmul", 64, 2048, "switched off"),
         ("none", 64, 2048, "off"),
     ],
 )
