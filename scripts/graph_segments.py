@@ -161,7 +161,8 @@ def report(args: argparse.Namespace, folder: Path) -> int:
             row["body"] = summary(body)
         rows.append(row)
         print(
-            f"plan {plan}, kernels {kernels}: {row.get('segments', 'no')} pieces, {row.get('buffers', 'no')} command buffers: {row.get('body', '')}",
+            f"plan {plan}, kernels {kernels}: {row.get('segments', 'no')} pieces, {row.get('buffers', 'no')} command "
+            f"buffers: {row.get('body', '')}",
             flush=True,
         )
     counted = [row for row in rows if "segments" in row]

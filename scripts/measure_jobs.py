@@ -170,7 +170,9 @@ ONE_GPU = [
         "matvec_checks", "the products of a decode step against plain ones, and their times", 150, 230,
         "{python} -m tests.gpu.matvec_checks --seconds 145", "--help",
     ),
-    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none {BEFORE_MATVEC} auto {FIVE}"),
+    bench(
+        "decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none {BEFORE_MATVEC} auto {FIVE}"
+    ),
     bench(
         "prefill_nano3", "Nano-3, 8k", 95,
         "prefill {nano3} --kernels none auto auto,grouped_matmul --tokens 8192 --repeats 5", DRY_PREFILL,
