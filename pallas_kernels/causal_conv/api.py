@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import gradient, selection
+from pallas_kernels import selection, transforms
 from pallas_kernels.causal_conv import reference, typed
 from pallas_kernels.errors import Unsupported
 
@@ -116,7 +116,7 @@ def _run(implementation, start, packed, weight, bias, window):
         window = jnp.zeros((packed.shape[0], weight.shape[2] - 1, weight.shape[0]), packed.dtype)
     operands = (packed, weight, bias, window)
     axes = frozenset().union(*(selection.varying(v) for v in operands if v is not None))
-    call = gradient.as_of(
+    call = transforms.as_of(
         functools.partial(reference.causal_conv, start=start), functools.partial(typed.causal_conv, start=start)
     )
     return call(*(None if v is None else selection.vary(v, axes) for v in operands))

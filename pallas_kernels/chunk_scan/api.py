@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import gradient, selection
+from pallas_kernels import selection, transforms
 from pallas_kernels.chunk_scan import reference, typed, xla
 from pallas_kernels.errors import Unsupported
 
@@ -126,7 +126,7 @@ def _run(implementation, groups, chunk, xbc, dt, a, d, state):
     # A jitted function of its own: the layers of a model share one trace and one lowering.
     batch, t, heads = dt.shape
     if implementation == "mosaic_gpu" and batch * t > 0:
-        call = gradient.as_of(
+        call = transforms.as_of(
             functools.partial(_run, "reference", groups, chunk),  # in pieces, however many tokens there are
             functools.partial(typed.chunk_scan, groups=groups),
         )

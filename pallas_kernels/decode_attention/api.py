@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import gradient, selection
+from pallas_kernels import selection, transforms
 from pallas_kernels.decode_attention import reference, typed
 from pallas_kernels.decode_attention.shapes import HEAD_DIM
 from pallas_kernels.errors import Unsupported
@@ -140,7 +140,7 @@ def _run(implementation, overlap, *operands):
     if implementation == "reference" or operands[0].shape[0] == 0:
         return reference.decode_attention(*operands)
     axes = frozenset().union(*(selection.varying(x) for x in operands if x is not None))
-    call = gradient.as_of(
+    call = transforms.as_of(
         reference.decode_attention, lambda *operands: typed.decode_attention(list(operands), overlap=overlap)
     )
     return call(*(None if x is None else selection.vary(x, axes) for x in operands))

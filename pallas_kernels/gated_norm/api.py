@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import gradient, selection
+from pallas_kernels import selection, transforms
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.gated_norm import reference, typed
 
@@ -125,7 +125,7 @@ def _run(implementation, groups, eps, start, *operands):
     if implementation == "reference":
         return reference.gated_norm(*operands, **kwargs)
     axes = frozenset().union(*(selection.varying(v) for v in operands))
-    call = gradient.as_of(
+    call = transforms.as_of(
         functools.partial(reference.gated_norm, **kwargs), functools.partial(typed.gated_norm, **kwargs)
     )
     return call(*(selection.vary(v, axes) for v in operands))

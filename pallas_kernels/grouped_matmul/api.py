@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import gradient, selection
+from pallas_kernels import selection, transforms
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.grouped_matmul import reference
 
@@ -113,5 +113,5 @@ def _run(implementation, squared_relu, *operands):
         y = mosaic_gpu.grouped_matmul(*operands, squared_relu=squared_relu)
         return selection.vary(y, axes)  # a kernel's outputs carry no varying axes of their own
 
-    call = gradient.as_of(functools.partial(reference.grouped_matmul, squared_relu=squared_relu), kernel)
+    call = transforms.as_of(functools.partial(reference.grouped_matmul, squared_relu=squared_relu), kernel)
     return call(*(selection.vary(v, axes) for v in operands))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import gradient, selection
+from pallas_kernels import selection, transforms
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.mamba_step import reference, typed
 
@@ -178,7 +178,7 @@ def _run(implementation, overlap, groups, eps, time_step_limit, *operands):
     if implementation == "reference" or operands[0].shape[0] == 0:
         return reference.mamba_step(*operands, **kwargs)
     axes = frozenset().union(*(selection.varying(x) for x in operands if x is not None))
-    call = gradient.as_of(
+    call = transforms.as_of(
         functools.partial(reference.mamba_step, **kwargs),
         lambda *operands: typed.mamba_step(list(operands), overlap=overlap, **kwargs),
     )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import gradient, selection
+from pallas_kernels import selection, transforms
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.matvec import reference
 
@@ -62,7 +62,7 @@ def matvec(
 ) -> Float[Array, "rows outputs"]:
     """`x @ w.T`, accumulated in float32 and rounded once, in one launch. Whatever a row holds reaches no other row.
 
-    The kernel has the reference's gradient, and no batching.
+    The kernel has the reference's gradient; under `vmap` the reference runs in its place.
 
     Args:
         x: [rows, inputs].
@@ -99,7 +99,7 @@ def matvec(
         raise Unsupported(f"matvec: the kernel {reason}")
     call = _Call(out, bool(squared_relu), selection.overlap())
     plain = functools.partial(reference.matvec, **call.kwargs)
-    run = plain if implementation == "reference" else gradient.as_of(plain, functools.partial(_launch, call))
+    run = plain if implementation == "reference" else transforms.as_of(plain, functools.partial(_launch, call))
     return run(x, w)
 
 
@@ -138,7 +138,7 @@ def chosen_matvec(
 
     A matrix is read where it lies, once for each choice of it.
 
-    The kernel has the reference's gradient, and no batching.
+    The kernel has the reference's gradient; under `vmap` the reference runs in its place.
 
     Args:
         x: [rows, inputs], the same for all choices of a row, or [rows, choices, inputs].
@@ -176,7 +176,7 @@ def chosen_matvec(
     plain = functools.partial(reference.chosen_matvec, squared_relu=squared_relu)
     if implementation == "reference":
         return plain(x, w, chosen)
-    return gradient.as_of(plain, functools.partial(_launch_chosen, squared_relu, selection.overlap()))(x, w, chosen)
+    return transforms.as_of(plain, functools.partial(_launch_chosen, squared_relu, selection.overlap()))(x, w, chosen)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import gradient, selection
+from pallas_kernels import selection, transforms
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.prefill_attention import reference, typed
 
@@ -130,7 +130,7 @@ def _run(implementation, q_heads, clean, q, k, v, start, new):
         v = jnp.where(filled[:, :, None, None], v, 0)
     operands = (q, k, v, start, new)
     axes = frozenset().union(*(selection.varying(x) for x in operands))
-    call = gradient.as_of(
+    call = transforms.as_of(
         functools.partial(reference.prefill_attention, q_heads=q_heads),
         functools.partial(typed.prefill_attention, q_heads=q_heads),
     )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import gradient, selection
+from pallas_kernels import selection, transforms
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.rms_norm import reference
 from pallas_kernels.rms_norm.windows import DTYPES, row_fault
@@ -99,7 +99,7 @@ def rms_norm(
 
     if not use_kernel:
         return plain(x, residual, weight)
-    run = gradient.as_of(plain, functools.partial(_launch, call))
+    run = transforms.as_of(plain, functools.partial(_launch, call))
     outs = run(x.reshape(tokens, hidden), residual.reshape(tokens, hidden), weight)
     return tuple(out.reshape(x.shape) for out in outs)
 

@@ -1,5 +1,7 @@
-"""Kernels that are used by themselves have the gradient of plain JAX: models can be differentiated on a GPU."""
+"""Kernels that are used by themselves have the gradient and the batching of plain JAX: on a GPU models can be
+differentiated and mapped as on the CPU."""
 
+import functools
 import importlib
 
 import jax
@@ -8,7 +10,9 @@ import numpy as np
 import pytest
 
 from nemotron_jax import make_mesh
-from pallas_kernels import gradient
+from pallas_kernels import rms_norm, transforms
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.matvec import chosen_matvec, matvec
 from tests.gpu.decode_kernel_checks import attention_problem
 from tests.gpu.decode_kernel_checks import problem as mamba_problem
 from tests.pallas_kernels import chunk_scan_cases
@@ -69,6 +73,7 @@ def test_gradient_is_the_references(name, monkeypatch, count_case):
     def kernel(*operands, **kwargs):
         ran.append(name)
         kwargs |= {"chunk": options["chunk"]} if name == "chunk_scan" else {}
+        kwargs.pop("overlap", None)  # of the kernel alone
         return jax.lax.stop_gradient(plain(*(operands[0] if isinstance(operands[0], list) else operands), **kwargs))
 
     monkeypatch.setattr(typed, name, kernel)
@@ -103,9 +108,56 @@ def test_over_a_mesh_with_integers_and_none():
 
     def step(x, n):
         return jax.grad(
-            lambda x: jnp.sum(gradient.as_of(plain, lambda *o: jax.lax.stop_gradient(plain(*o)))(x, n, None) ** 2)
+            lambda x: jnp.sum(transforms.as_of(plain, lambda *o: jax.lax.stop_gradient(plain(*o)))(x, n, None) ** 2)
         )(x)
 
     run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec))
     found = run(jnp.arange(4.0), jnp.array([1, 2, 3, 4], jnp.int32))
     assert found.tolist() == [0.0, 8.0, 36.0, 96.0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vmap_is_the_references(name, count_case):
+    """Over the first operand and the last one that is there, two of each; the kernel itself cannot run here."""
+    api = importlib.import_module(f"pallas_kernels.{name}.api")
+    operands, options = CASES[name]()
+    last = max(i for i, x in enumerate(operands) if x is not None)
+    axes = [0 if i in (0, last) else None for i in range(len(operands))]
+    two = [x if axis is None or x is None else jnp.stack([x, x[::-1]]) for x, axis in zip(operands, axes, strict=True)]
+
+    def call(implementation):
+        return lambda *operands: getattr(api, name)(*operands, **options, implementation=implementation)
+
+    api._run.clear_cache()
+    found = jax.vmap(call("mosaic_gpu"), axes)(*two)
+    wanted = [call("reference")(*(x if a is None else x[i] for x, a in zip(two, axes, strict=True))) for i in (0, 1)]
+    for i in (0, 1):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted[i]), strict=True):
+            np.testing.assert_allclose(np.asarray(a[i], np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=2e-2)
+    count_case()
+
+
+def test_vmap_of_products(count_case):
+    """matvec, chosen_matvec, rms_norm and grouped_matmul, which have no type of their own; vmap inside and outside of
+    a gradient."""
+    x, w = _normal(0, 3, 2, 64), _normal(1, 64, 64)
+    chosen = jnp.array([[[0, 1], [2, 0]]] * 3, jnp.int32)
+    many, weight = _normal(2, 4, 128, 64), _normal(3, 128)
+    rows, tiles = _normal(4, 3, 48, 64), jnp.array([0, 1, 2], jnp.int32)
+    used = jnp.array([3], jnp.int32)
+    calls = {
+        "matvec": (lambda i, x: matvec(x, w, implementation=i), x),
+        "chosen_matvec": (lambda i, x: chosen_matvec(x, many, chosen[0], implementation=i), x),
+        "rms_norm": (lambda i, x: rms_norm(x, x, weight, eps=1e-5, implementation=i)[0], _normal(5, 3, 2, 128)),
+        "grouped_matmul": (lambda i, x: grouped_matmul(x, many, tiles, used, implementation=i), rows),
+    }
+
+    def squares(f):
+        return jax.grad(lambda x: jnp.sum(f(x).astype(jnp.float32) ** 2))
+
+    for call, x in calls.values():
+        for transform in (lambda f: f, squares):
+            kernel, plain = (transform(functools.partial(call, i)) for i in ("mosaic_gpu", "reference"))
+            for a, b in zip(jax.vmap(kernel)(x), map(plain, x), strict=True):
+                np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=2e-2)
+            count_case()
