@@ -26,7 +26,6 @@ NAMES = (
     "causal_conv",
     "gated_norm",
     "matvec",
-    "overlap",  # no kernel: those of a decode step begin while the one in front still runs (overlap.py)
 )
 # Those that passed what of their checks (tests/gpu) was run on hardware, where alone some faults of such kernels show,
 # and that were measured to pay; benchmarks/ says how many were run.
@@ -82,11 +81,6 @@ def automatic() -> bool:
     """Whether the kernels of "auto" are meant: then those that do not pay at a size are left out there."""
     inside = _setting.get()
     return "auto" in _names(inside if inside is not None else os.environ.get(VARIABLE) or DEFAULT)
-
-
-def overlap() -> bool:
-    """Whether kernels of a decode step begin while the kernel in front of them still runs (overlap.py)."""
-    return "overlap" in allowed()
 
 
 def key() -> tuple:

@@ -27,7 +27,7 @@ from pallas_kernels.allreduce_rms_norm.support import IMPLEMENTATIONS, PEER_MEMO
 from pallas_kernels.errors import Unsupported
 from pallas_kernels.rms_norm.reference import add_rms_norm, normalise
 from pallas_kernels.rms_norm.windows import DTYPES
-from pallas_kernels.selection import overlap, vary, varying
+from pallas_kernels.selection import vary, varying
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class _Call:
     unit_offset: bool
     out_dtype: jnp.dtype
     max_blocks: int | None
-    overlap: bool  # begin while the kernel in front still runs; flags alone
     varying: frozenset[str]  # axes over which the results differ, never axis_name
 
 
@@ -106,7 +105,6 @@ def allreduce_rms_norm(
         unit_offset,
         jnp.dtype(partial.dtype if out_dtype is None else out_dtype),
         max_blocks,
-        overlap(),
         axes,
     )
     partial = vary(partial.reshape(tokens, shape[-1]), axes)
@@ -205,7 +203,7 @@ def _kernel(call: _Call, partial, residual, weight, state, kwargs):
     kwargs |= dict(world=call.world, max_blocks=call.max_blocks)
     if call.implementation == "flags":
         del kwargs["axis_name"]  # the state knows its place in the mesh
-        return flags(partial, residual, weight, state, overlap=call.overlap, **kwargs)
+        return flags(partial, residual, weight, state, **kwargs)
     function = one_shot if call.implementation == "one_shot" else two_shot
     return function(partial, residual, weight, **kwargs)
 

@@ -43,7 +43,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import overlap as overlapping
 from pallas_kernels.allreduce_rms_norm import layout
 from pallas_kernels.allreduce_rms_norm.flags_state import FlagsState, table_words
 from pallas_kernels.rms_norm import rows
@@ -65,14 +64,9 @@ def flags(
     unit_offset: bool,
     out_dtype: jnp.dtype,
     max_blocks: int | None = None,
-    overlap: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `reference.exact`; partial and residual are [tokens, hidden] with tokens >= 1, and support.py has said
-    yes.
-
-    Args:
-        overlap: begin while the kernel in front still runs.
-    """
+    yes."""
     tokens, hidden = partial.shape
     windows = cut(hidden)
     blocks = min(tokens, state.blocks, max_blocks or state.blocks)
@@ -82,8 +76,6 @@ def flags(
     counters = table_words(world)
 
     def kernel(partial_ref, residual_ref, weight_ref, stage_ref, control_ref, normed_ref, new_residual_ref):
-        if overlap:
-            overlapping.begin()
         # Not lax.axis_index of the mesh axis: asking XLA for the place in the mesh would make this a collective kernel.
         rank = control_ref[0, 0]
         block = lax.axis_index("block")

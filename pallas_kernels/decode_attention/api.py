@@ -131,16 +131,14 @@ def decode_attention(
         )
         if reason is not None:
             raise Unsupported(f"decode_attention: the kernel {reason}")
-    return _run(implementation, selection.overlap(), qkv, k, v, length, alive)
+    return _run(implementation, qkv, k, v, length, alive)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(implementation, overlap, *operands):
+@functools.partial(jax.jit, static_argnums=0)
+def _run(implementation, *operands):
     # A jitted function of its own: the layers of a model share one trace and one lowering.
     if implementation == "reference" or operands[0].shape[0] == 0:
         return reference.decode_attention(*operands)
     axes = frozenset().union(*(selection.varying(x) for x in operands if x is not None))
-    call = transforms.as_of(
-        reference.decode_attention, lambda *operands: typed.decode_attention(list(operands), overlap=overlap)
-    )
+    call = transforms.as_of(reference.decode_attention, lambda *operands: typed.decode_attention(list(operands)))
     return call(*(None if x is None else selection.vary(x, axes) for x in operands))

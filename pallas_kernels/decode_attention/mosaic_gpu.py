@@ -27,8 +27,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import overlap as overlapping
-
 QUERIES = 64  # rows of a product; query heads of a KV head are the first of them
 TILE = 64  # slots
 STAGES = 2  # tiles in shared memory
@@ -74,14 +72,12 @@ def decode_attention(
     alive: jax.Array | None,
     *,
     splits: int | None = None,
-    overlap: bool = False,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `reference.decode_attention`; api.py has said that the shapes fit.
 
     Args:
         splits: of each row, at most MOST_SPLITS.
-        overlap: begin while the kernel in front still runs.
     """
     rows, slots, kv_heads, _ = k.shape
     splits = splits or splits_of(rows, kv_heads, slots)
@@ -91,13 +87,11 @@ def decode_attention(
     )
     k_buffer, v_buffer = jax.new_ref(k), jax.new_ref(v)
     counts = [x.astype(jnp.int32) for x in (length, alive) if x is not None]
-    parts = _attend(qkv, k_buffer, v_buffer, counts, splits, overlap, params)
-    return _combine(*parts, qkv.dtype, overlap, params), jax.freeze(k_buffer), jax.freeze(v_buffer)
+    parts = _attend(qkv, k_buffer, v_buffer, counts, splits, params)
+    return _combine(*parts, qkv.dtype, params), jax.freeze(k_buffer), jax.freeze(v_buffer)
 
 
-def _attend(
-    qkv, k, v, counts: list[jax.Array], splits: int, overlap: bool, params: dict
-) -> tuple[jax.Array, jax.Array]:
+def _attend(qkv, k, v, counts: list[jax.Array], splits: int, params: dict) -> tuple[jax.Array, jax.Array]:
     """Write the new token, and attend to each split's part of the row.
 
     Args:
@@ -115,8 +109,6 @@ def _attend(
     scale = d**-0.5
 
     def kernel(qkv_ref, k_ref, v_ref, length_ref, *rest, scratch):
-        if overlap:
-            overlapping.begin()
         *alive_ref, o_ref, lse_ref = rest
         shared, q_smem, small, k_arrived, v_arrived, q_arrived = scratch
         (k_smem, v_smem), o_smem = shared
@@ -246,14 +238,12 @@ def _attend(
     )(qkv, k, v, *counts)
 
 
-def _combine(o: jax.Array, lse: jax.Array, dtype: jnp.dtype, overlap: bool, params: dict) -> jax.Array:
+def _combine(o: jax.Array, lse: jax.Array, dtype: jnp.dtype, params: dict) -> jax.Array:
     """The splits' results weighted by what each has seen, [rows, q_heads, head_dim]; a block per row and query head."""
     rows, kv_heads, splits, queries, d = o.shape
     layout = plgpu.Layout.WG_STRIDED((d,), vec_size=1)
 
     def combine(o_ref, lse_ref, y_ref):
-        if overlap:
-            overlapping.begin()
         row, q_head = lax.axis_index("row"), lax.axis_index("head")
         head, query = lax.div(q_head, jnp.int32(queries)), lax.rem(q_head, jnp.int32(queries))
         logs = [lse_ref[row, head, split, query] for split in range(splits)]

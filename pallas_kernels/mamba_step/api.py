@@ -154,7 +154,6 @@ def mamba_step(
             raise Unsupported(f"mamba_step: the kernel {reason}")
     return _run(
         implementation,
-        selection.overlap(),
         groups,
         float(eps),
         tuple(map(float, time_step_limit)),
@@ -171,15 +170,14 @@ def mamba_step(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _run(implementation, overlap, groups, eps, time_step_limit, *operands):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _run(implementation, groups, eps, time_step_limit, *operands):
     # A jitted function of its own: the layers of a model share one trace and one lowering.
     kwargs = dict(groups=groups, eps=eps, time_step_limit=time_step_limit)
     if implementation == "reference" or operands[0].shape[0] == 0:
         return reference.mamba_step(*operands, **kwargs)
     axes = frozenset().union(*(selection.varying(x) for x in operands if x is not None))
     call = transforms.as_of(
-        functools.partial(reference.mamba_step, **kwargs),
-        lambda *operands: typed.mamba_step(list(operands), overlap=overlap, **kwargs),
+        functools.partial(reference.mamba_step, **kwargs), lambda *operands: typed.mamba_step(list(operands), **kwargs)
     )
     return call(*(None if x is None else selection.vary(x, axes) for x in operands))

@@ -22,8 +22,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import overlap as overlapping
-
 TILE = 64  # channels
 UNIT = 128  # states of a tile that are in registers at once
 PORTABLE_CLUSTER = 8
@@ -87,14 +85,12 @@ def mamba_step(
     eps: float,
     time_step_limit: tuple[float, float],
     blocks: int | None = None,
-    overlap: bool = False,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `reference.mamba_step`; api.py has said that the shapes fit.
 
     Args:
         blocks: thread blocks of a cluster; a divisor of the group's tiles, at most 8.
-        overlap: begin while the kernel in front still runs.
     """
     rows, heads, p, e = state.shape
     inner, bc = heads * p, groups * e
@@ -116,8 +112,6 @@ def mamba_step(
         touched = TILE // p if TILE % p == 0 else (TILE + p - 2) // p + 1
 
     def kernel(*refs, shared, **_):
-        if overlap:
-            overlapping.begin()
         refs = list(refs)
         zx_ref, window_ref, state_ref, w_ref = refs[:4]
         rest = refs[4:]

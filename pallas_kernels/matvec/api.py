@@ -25,7 +25,6 @@ class _Call:
 
     out_dtype: jnp.dtype
     squared_relu: bool
-    overlap: bool
 
     @property
     def kwargs(self) -> dict:
@@ -97,7 +96,7 @@ def matvec(
         implementation = "mosaic_gpu" if declined(**shape) is None else "reference"
     elif implementation == "mosaic_gpu" and (reason := supported(**shape)) is not None:
         raise Unsupported(f"matvec: the kernel {reason}")
-    call = _Call(out, bool(squared_relu), selection.overlap())
+    call = _Call(out, bool(squared_relu))
     plain = functools.partial(reference.matvec, **call.kwargs)
     run = plain if implementation == "reference" else transforms.as_of(plain, functools.partial(_launch, call))
     return run(x, w)
@@ -110,7 +109,7 @@ def _launch(call: _Call, x, w):
     from pallas_kernels.matvec import mosaic_gpu
 
     axes = selection.varying(x) | selection.varying(w)
-    y = mosaic_gpu.matvec(*(selection.vary(v, axes) for v in (x, w)), overlap=call.overlap, **call.kwargs)
+    y = mosaic_gpu.matvec(*(selection.vary(v, axes) for v in (x, w)), **call.kwargs)
     return selection.vary(y, axes)  # a kernel's outputs carry no varying axes of their own
 
 
@@ -176,14 +175,14 @@ def chosen_matvec(
     plain = functools.partial(reference.chosen_matvec, squared_relu=squared_relu)
     if implementation == "reference":
         return plain(x, w, chosen)
-    return transforms.as_of(plain, functools.partial(_launch_chosen, squared_relu, selection.overlap()))(x, w, chosen)
+    return transforms.as_of(plain, functools.partial(_launch_chosen, squared_relu))(x, w, chosen)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _launch_chosen(squared_relu, overlap, x, w, chosen):
+@functools.partial(jax.jit, static_argnums=0)
+def _launch_chosen(squared_relu, x, w, chosen):
     from pallas_kernels.matvec import mosaic_gpu
 
     axes = selection.varying(x) | selection.varying(w) | selection.varying(chosen)
     x, w, flat = (selection.vary(v, axes) for v in (x.reshape(-1, x.shape[-1]), w, chosen.reshape(-1)))
-    y = mosaic_gpu.matvec(x, w, flat, out_dtype=x.dtype, squared_relu=squared_relu, overlap=overlap)
+    y = mosaic_gpu.matvec(x, w, flat, out_dtype=x.dtype, squared_relu=squared_relu)
     return selection.vary(y.reshape(*chosen.shape, -1), axes)

@@ -22,8 +22,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import overlap as overlapping
-
 MULTIPROCESSORS = 132  # of H100 and H200; a kind with fewer runs the blocks that are left afterwards
 GROUP = 8  # rows of a swizzled group, outputs as well as rows of x
 HEIGHT = 64  # outputs of one tensor core instruction
@@ -135,7 +133,6 @@ def matvec(
     out_dtype: jnp.dtype,
     squared_relu: bool = False,
     tiling: Tiling | None = None,
-    overlap: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """See `reference.matvec`, and with `chosen`, which is flat here as x's rows are, `reference.chosen_matvec`; api.py
@@ -143,8 +140,6 @@ def matvec(
 
     Args:
         tiling: instead of the default one.
-        overlap: begin while the kernel in front still runs, and ask for the first steps of the matrix meanwhile: it
-            must not be what that kernel writes. Which matrices are chosen is known behind it alone.
     """
     *_, outputs, inputs = w.shape
     dtype = x.dtype
@@ -162,7 +157,6 @@ def matvec(
     swizzle = plgpu.SwizzleTransform(2 * wide)
     tiled = plgpu.TilingTransform((GROUP, wide))
     columns = padded(rows)
-    ahead = min(stages, steps) if overlap and chosen is None else 0
 
     # Rows of x, of which there may be less than 8, go into groups of 8: the copy knows the group as rows of the swizzle
     # pattern, which may be cut anywhere, the product as tiles. The interpreter knows no patterns.
@@ -224,15 +218,6 @@ def matvec(
 
         @pl.when(warpgroup == groups)
         def fetch():
-            if ahead:
-
-                @pl.loop(0, ahead)
-                def first_steps(k):
-                    fetch_w(w_ref, lax.axis_index("block"), k, k)
-
-            if overlap and interpret is None:  # the interpreter runs one kernel after the other
-                overlapping.begin()
-
             @my_tiles
             def each_tile(info):
                 (number,) = info.index
@@ -247,10 +232,7 @@ def matvec(
                     def wait():
                         plgpu.barrier_wait(free.at[slot])
 
-                    @pl.when(step >= ahead)
-                    def large():
-                        fetch_w(matrix, number, k, slot)
-
+                    fetch_w(matrix, number, k, slot)
                     fetch_x(number, k, slot)
 
             mine = lax.div(tiles - lax.axis_index("block") + (blocks - 1), jnp.int32(blocks))

@@ -23,7 +23,6 @@ class _Call:
     eps: float
     unit_offset: bool
     out_dtype: jnp.dtype
-    overlap: bool
 
     @property
     def kwargs(self) -> dict:
@@ -78,8 +77,7 @@ def rms_norm(
         faults.append(f"implementation is {implementation!r}; accepted: {', '.join(IMPLEMENTATIONS)}, None")
     if faults:
         raise ValueError("rms_norm: " + "; ".join(faults))
-    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    call = _Call(float(eps), bool(unit_offset), out_dtype, selection.overlap())
+    call = _Call(float(eps), bool(unit_offset), jnp.dtype(x.dtype if out_dtype is None else out_dtype))
     if residual is None:
         if implementation == "mosaic_gpu":
             raise Unsupported("rms_norm: the kernel needs a residual")
@@ -111,5 +109,5 @@ def _launch(call: _Call, x, residual, weight):
     from pallas_kernels.rms_norm.mosaic_gpu import add_rms_norm
 
     axes = selection.varying(x) | selection.varying(residual) | selection.varying(weight)
-    outs = add_rms_norm(*(selection.vary(v, axes) for v in (x, residual, weight)), **call.kwargs, overlap=call.overlap)
+    outs = add_rms_norm(*(selection.vary(v, axes) for v in (x, residual, weight)), **call.kwargs)
     return tuple(selection.vary(out, axes) for out in outs)  # a kernel's outputs carry no varying axes of their own

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import overlap as overlapping
 from pallas_kernels.rms_norm import rows
 from pallas_kernels.rms_norm.windows import windows as cut
 
@@ -20,20 +19,13 @@ def add_rms_norm(
     eps: float,
     unit_offset: bool,
     out_dtype: jnp.dtype,
-    overlap: bool = False,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reference.add_rms_norm`; x and residual are [tokens, hidden] with tokens >= 1.
-
-    Args:
-        overlap: begin while the kernel in front still runs.
-    """
+    """See `reference.add_rms_norm`; x and residual are [tokens, hidden] with tokens >= 1."""
     tokens, hidden = x.shape
     windows = cut(hidden)
 
     def kernel(x_ref, residual_ref, weight_ref, normed_ref, new_residual_ref):
-        if overlap:
-            overlapping.begin()
         row = lax.axis_index("block")
         pieces = [
             tuple(rows.load(ref, window) for ref in (x_ref.at[row], residual_ref.at[row], weight_ref))

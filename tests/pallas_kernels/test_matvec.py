@@ -196,7 +196,7 @@ def test_gradient_through_chosen_matrices(monkeypatch):
     monkeypatch.setattr(
         api,
         "_launch_chosen",
-        lambda squared, _, x, w, c: jax.lax.stop_gradient(reference.chosen_matvec(x, w, c, squared_relu=squared)),
+        lambda squared, x, w, c: jax.lax.stop_gradient(reference.chosen_matvec(x, w, c, squared_relu=squared)),
     )
 
     def loss(implementation):

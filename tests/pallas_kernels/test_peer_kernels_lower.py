@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import allreduce_rms_norm, selection
+from pallas_kernels import allreduce_rms_norm
 from pallas_kernels.allreduce_rms_norm import PEER_MEMORY, abstract_flags_state, flags_state_specs, shapes, support
 from pallas_kernels.allreduce_rms_norm.flags_state import write_addresses
 from pallas_kernels.allreduce_rms_norm.probe import neighbour_program
@@ -119,13 +119,6 @@ def test_probe_and_addresses(count_case):
             "mosaic_gpu_v2"
             in jax.jit(table).trace(state.stage, state.control).lower(lowering_platforms=("cuda",)).as_text()
         )
-        count_case()
-
-
-def test_flags_begins_while_the_kernel_in_front_runs_where_asked(count_case):
-    for setting, overlaps in (("none", False), ("overlap", True)):
-        with selection.use(setting):
-            assert ("uses_pdl" in lower("flags", cases.mesh(2), 1, 4096)) == overlaps
         count_case()
 
 

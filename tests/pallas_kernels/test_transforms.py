@@ -73,7 +73,6 @@ def test_gradient_is_the_references(name, monkeypatch, count_case):
     def kernel(*operands, **kwargs):
         ran.append(name)
         kwargs |= {"chunk": options["chunk"]} if name == "chunk_scan" else {}
-        kwargs.pop("overlap", None)  # of the kernel alone
         return jax.lax.stop_gradient(plain(*(operands[0] if isinstance(operands[0], list) else operands), **kwargs))
 
     monkeypatch.setattr(typed, name, kernel)
