@@ -301,6 +301,11 @@ RANKS = [
         "--watchdog 65", "--implementations gather --tokens 1 --hidden 192 --match values", needs_nccl=True,
     ),
     Job(
+        "ranks2_calls_8192", "two ranks: microseconds per call of the longest rows", 45, 90,
+        f"{{two_ranks}} --join -- {CALLS} --tokens 1,8,64,512,2048 --hidden 8192 --max-blocks 66 --watchdog 75 "
+        "--variants none,psum,gather,one_shot,two_shot", DRY_CALLS, needs_nccl=True,
+    ),
+    Job(
         "ranks2_calls", "two ranks: microseconds per call", 40, 80,
         f"{{two_ranks}} --join -- {CALLS} --tokens 1,64 --hidden 4096 --max-blocks 66 --watchdog 65 "
         "--variants none,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot", DRY_CALLS,
@@ -338,6 +343,11 @@ TWO_GPUS = [
         "kernels", "every all-reduce kernel for real, one process for both GPUs", 60, 120,
         "{python} tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 110",
         "--implementations gather --tokens 1 --hidden 192 --match values",
+    ),
+    Job(
+        "calls_rows", "microseconds per call at the other row lengths", 60, 110,
+        f"{{python}} {CALLS} --tokens 1,64,512,4096 --hidden 2688,8192 --per-iteration 8 --watchdog 100 "
+        "--variants none,norm,psum,gather,one_shot,two_shot,flags", DRY_CALLS,
     ),
     Job(
         "kernels_processes", "the same, one process per GPU", 60, 120,
