@@ -166,10 +166,13 @@ WHOLE = "{python} tests/gpu/model_checks.py --out {json}"
 CALLS = "scripts/bench_allreduce_rms_norm.py --out {json}"
 DRY_CALLS = "--variants none,psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192"
 ONE_GPU = [
-    Job(
-        "matvec_checks", "the products of a decode step against plain ones, and their times", 150, 230,
-        "{python} -m tests.gpu.matvec_checks --seconds 145", "--help",
-    ),
+    *[
+        Job(
+            f"matvec_checks_{i}", f"the products of a decode step against plain ones, half {i} of them", 110, 160,
+            f"{{python}} -m tests.gpu.matvec_checks --part {i}/2 --seconds 140", "--help",
+        )
+        for i in (1, 2)
+    ],
     bench(
         "decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none {BEFORE_MATVEC} auto {FIVE}"
     ),
@@ -274,6 +277,11 @@ ONE_GPU = [
 SHARED = "--plans none all/one_shot all/two_shot auto"
 RANKS = [
     Job(
+        "ranks2_calls_8192", "two ranks: microseconds per call of the longest rows", 45, 90,
+        f"{{two_ranks}} --join -- {CALLS} --tokens 1,8,64,512,2048 --hidden 8192 --max-blocks 66 --watchdog 75 "
+        "--variants none,psum,gather,one_shot,two_shot", DRY_CALLS, needs_nccl=True,
+    ),
+    Job(
         "ranks2_models", "two ranks on one GPU: whole models, every plan = stored = unfused", 75, 160,
         f"{{two_ranks}} -- {WHOLE} --quick {SHARED} --watchdog 145 "
         "--models moe_latent_mtp tiny-nemotron-h tiny-nemotron-3 moe_nano moe_latent_super",
@@ -301,11 +309,6 @@ RANKS = [
         "--watchdog 65", "--implementations gather --tokens 1 --hidden 192 --match values", needs_nccl=True,
     ),
     Job(
-        "ranks2_calls_8192", "two ranks: microseconds per call of the longest rows", 45, 90,
-        f"{{two_ranks}} --join -- {CALLS} --tokens 1,8,64,512,2048 --hidden 8192 --max-blocks 66 --watchdog 75 "
-        "--variants none,psum,gather,one_shot,two_shot", DRY_CALLS, needs_nccl=True,
-    ),
-    Job(
         "ranks2_calls", "two ranks: microseconds per call", 40, 80,
         f"{{two_ranks}} --join -- {CALLS} --tokens 1,64 --hidden 4096 --max-blocks 66 --watchdog 65 "
         "--variants none,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot", DRY_CALLS,
@@ -320,57 +323,57 @@ TWO_GPUS = [
         "selftest", "devices, links, every all-reduce against float64", 30, 70,
         "{python} -m nemotron_jax selftest --json", "--repeats 2", stdout=True,
     ),
-    Job(
-        "models", "one process: both trained models, every plan = stored = unfused", 75, 140,
-        f"{WHOLE} --quick --plans none all/one_shot all/two_shot all/flags --watchdog 130 "
-        "--models tiny-nemotron-h tiny-nemotron-3 moe_nano",
-        "--models dense_tied --plans none all/gather", QUICK_COMPILE,
-    ),
-    Job(
-        "segments_8b", "pieces that a fused decode step is cut into", 40, 90,
-        f"{{python}} scripts/graph_segments.py {{8b}} {TP2} --plans none all/one_shot all/flags --out {{json}}",
-    ),
-    bench("decode_8b", "8B, batch 1, every plan", 105, f"decode {{8b}} {TP2} {PLANS} --repeats 8", ceilings=True),
-    bench("decode_8b_nccl", "8B, psum through NCCL", 65, f"decode {{8b}} {TP2} --plans none --batch 1 8 64 {FIVE}",
-          env=NCCL_PSUM),
-    bench("decode_8b_batches", "8B, batch 8 and 64", 100, f"decode {{8b}} {TP2} {PLANS} --batch 8 64 {FIVE}"),
-    Job(
-        "calls", "microseconds per call, and what a call of one_shot is made of", 90, 140,
-        f"{{python}} {CALLS} --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 --watchdog 130 "
-        "--variants none,norm,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot,flags", DRY_CALLS,
-    ),
-    Job(
-        "kernels", "every all-reduce kernel for real, one process for both GPUs", 60, 120,
-        "{python} tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 110",
-        "--implementations gather --tokens 1 --hidden 192 --match values",
-    ),
+    bench("decode_47b", "47B, batch 1", 120,
+          f"decode {{47b}} {TP2} --skip-plain --kernels auto --plans none auto {FIVE}"),
+    bench("decode_8b", "8B, batch 1, every plan", 95, f"decode {{8b}} {TP2} {PLANS} --repeats 8", ceilings=True),
     Job(
         "calls_rows", "microseconds per call at the other row lengths", 60, 110,
         f"{{python}} {CALLS} --tokens 1,64,512,4096 --hidden 2688,8192 --per-iteration 8 --watchdog 100 "
         "--variants none,norm,psum,gather,one_shot,two_shot,flags", DRY_CALLS,
     ),
-    Job(
-        "kernels_processes", "the same, one process per GPU", 60, 120,
-        "{two_gpus} --join -- tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 105",
-        "--implementations gather --tokens 1 --hidden 192 --match values", needs_nccl=True,
-    ),
-    Job(
-        "models_processes", "one process per GPU: the same models", 75, 140,
-        f"{{two_gpus}} -- {WHOLE} --quick {SHARED} --watchdog 125 --models tiny-nemotron-h tiny-nemotron-3",
-        "--models dense_tied --plans none all/gather", QUICK_COMPILE, needs_nccl=True,
-    ),
-    bench("decode_nano3", "Nano-3, batch 1", 70, f"decode {{nano3}} {TP2} --plans none auto {FIVE}"),
-    bench("decode_9b", "Nano-9B-v2, batch 1", 60, f"decode {{9b}} {TP2} --plans none auto {FIVE}"),
-    bench("prefill_8b", "8B, 8k", 60, f"prefill {{8b}} {TP2} --plans none all/one_shot auto --repeats 5", DRY_PREFILL),
-    bench("decode_47b", "47B, batch 1", 120,
-          f"decode {{47b}} {TP2} --skip-plain --kernels auto --plans none auto {FIVE}"),
+    bench("decode_9b", "Nano-9B-v2, batch 1", 95, f"decode {{9b}} {TP2} --plans none auto {FIVE}"),
+    bench("decode_8b_nccl", "8B, psum through NCCL", 155, f"decode {{8b}} {TP2} --plans none --batch 1 8 64 {FIVE}",
+          env=NCCL_PSUM),
+    bench("decode_nano3", "Nano-3, batch 1", 105, f"decode {{nano3}} {TP2} --plans none auto {FIVE}"),
     Job(
         "pytest_gpu", "a part of the tests that need two GPUs", 60, 120,
         "{python} -m pytest -q -p no:cacheprovider --gpu --thin 40 tests/gpu/test_allreduce_rms_norm.py",
         "--collect-only",
     ),
+    bench("decode_8b_batches", "8B, batch 8 and 64", 155, f"decode {{8b}} {TP2} {PLANS} --batch 8 64 {FIVE}"),
+    bench("prefill_8b", "8B, 8k", 60, f"prefill {{8b}} {TP2} --plans none all/one_shot auto --repeats 5", DRY_PREFILL),
     Job(
-        "calls_nccl", "microseconds per call of psum through NCCL", 40, 80,
+        "models", "one process: both trained models, every plan = stored = unfused", 45, 140,
+        f"{WHOLE} --quick --plans none all/one_shot all/two_shot all/flags --watchdog 130 "
+        "--models tiny-nemotron-h tiny-nemotron-3 moe_nano",
+        "--models dense_tied --plans none all/gather", QUICK_COMPILE,
+    ),
+    Job(
+        "kernels", "every all-reduce kernel for real, one process for both GPUs", 70, 120,
+        "{python} tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 110",
+        "--implementations gather --tokens 1 --hidden 192 --match values",
+    ),
+    Job(
+        "kernels_processes", "the same, one process per GPU", 50, 120,
+        "{two_gpus} --join -- tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 105",
+        "--implementations gather --tokens 1 --hidden 192 --match values", needs_nccl=True,
+    ),
+    Job(
+        "models_processes", "one process per GPU: the same models", 45, 140,
+        f"{{two_gpus}} -- {WHOLE} --quick {SHARED} --watchdog 125 --models tiny-nemotron-h tiny-nemotron-3",
+        "--models dense_tied --plans none all/gather", QUICK_COMPILE, needs_nccl=True,
+    ),
+    Job(
+        "segments_8b", "pieces that a fused decode step is cut into", 45, 90,
+        f"{{python}} scripts/graph_segments.py {{8b}} {TP2} --plans none all/one_shot all/flags --out {{json}}",
+    ),
+    Job(
+        "calls", "microseconds per call, and what a call of one_shot is made of", 105, 140,
+        f"{{python}} {CALLS} --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 --watchdog 130 "
+        "--variants none,norm,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot,flags", DRY_CALLS,
+    ),
+    Job(
+        "calls_nccl", "microseconds per call of psum through NCCL", 25, 80,
         f"{{python}} {CALLS} --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 --watchdog 70 "
         "--variants none,psum --label psum_nccl", DRY_CALLS, NCCL_PSUM,
     ),
