@@ -32,6 +32,22 @@ def test_bad_numbers(command, named, capsys):
     assert named in answer(command, capsys)
 
 
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["chat"]])
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        (["--max-new-tokens", "-5"], "max_new_tokens: found -5"),
+        (["--temperature", "-1"], "temperature: found -1.0"),
+        (["--speculative-tokens", "2"], "no multi-token-prediction layers"),
+        (["--eos", "99999"], "eos: found"),
+    ],
+)
+def test_settings_are_refused_before_weights_are_read(command, option, named, capsys, monkeypatch):
+    monkeypatch.setattr("nemotron_jax.cli.build_mesh", lambda args: make_mesh(1))  # all tests share the devices
+    monkeypatch.setattr("nemotron_jax.load", lambda *_, **__: pytest.fail("weights were read"))
+    assert named in answer([*command, *option], capsys)
+
+
 def answer(command: list[str], capsys) -> str:
     """The one line that a command is refused with."""
     try:

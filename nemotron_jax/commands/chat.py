@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from nemotron_jax import cli, processes
-from nemotron_jax.commands.generate import add_sampling_arguments, generator_settings, record
+from nemotron_jax.commands.generate import add_sampling_arguments, check_settings, generator_settings, record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from nemotron_jax.generation import Conversation, Generator
     from nemotron_jax.generation.prompt_files import FilePrompt
 
+    check_settings(args, mesh, settings)
     model = load(
         args.model,
         mesh=mesh,

@@ -137,6 +137,7 @@ def run(args: argparse.Namespace) -> int:
     from nemotron_jax import load
     from nemotron_jax.generation import Generator
 
+    check_settings(args, mesh, settings)
     model = load(
         args.model,
         mesh=mesh,
@@ -169,6 +170,23 @@ def run(args: argparse.Namespace) -> int:
             text = " ".join(map(str, entry["tokens"])) if entry["text"] is None else entry["text"]
             print(_shown(entry["prompt"]) + text)
     return cli.DONE
+
+
+def check_settings(args: argparse.Namespace, mesh: Any, settings: dict[str, Any]) -> None:
+    """Refuse settings before any weights are read: the checkpoint's configuration and tokenizer are enough.
+
+    Raises:
+      ValueError: as the generator says it.
+    """
+    from nemotron_jax import NemotronH, NemotronHConfig
+    from nemotron_jax.generation import Generator
+    from nemotron_jax.weights.loading import default_model, locate
+
+    folder = default_model() if args.model is None else locate(args.model)
+    config = NemotronHConfig.from_json(folder)
+    model = NemotronH(config, mesh=mesh, fusion=args.fusion, mtp=args.speculative_tokens > 0)
+    model.folder = folder
+    Generator(model, **settings)
 
 
 def check_options(args: argparse.Namespace) -> None:
