@@ -26,6 +26,7 @@ NAMES = (
     "causal_conv",
     "gated_norm",
     "matvec",
+    "route",
 )
 # Those that passed what of their checks (tests/gpu) was run on hardware, where alone some faults of such kernels show,
 # and that were measured to pay; benchmarks/ says how many were run.

@@ -173,8 +173,13 @@ ONE_GPU = [
         )
         for i in (1, 2)
     ],
+    Job(
+        "route_checks", "a router behind its matrix product against plain JAX, and its times", 65, 120,
+        "{python} -m tests.gpu.route_checks --seconds 60 --out {json}", "--small",
+    ),
     bench(
-        "decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none {BEFORE_MATVEC} auto {FIVE}"
+        "decode_nano3", "Nano-3 30B-A3B, batch 1", 100,
+        f"decode {{nano3}} --kernels none {BEFORE_MATVEC} auto auto,route {FIVE}",
     ),
     bench(
         "prefill_nano3", "Nano-3, 8k", 95,

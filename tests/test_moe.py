@@ -435,6 +435,18 @@ def test_products_equal_numpy(implementation, tokens, choice, count_case):
     count_case()
 
 
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "auto"])
+def test_where_no_choice_is_another_ranks(implementation, count_case):
+    """The same sums without looking for such choices."""
+    x, up, down, chosen, weights = operands(10, 5, 3, 8, 23, 12)
+    run = jax.jit(expert_sum, static_argnames=("implementation", "elsewhere"))
+    named = "gather" if implementation == "auto" else implementation
+    wanted = run(x, up, down, chosen, weights, implementation=named)
+    found = run(x, up, down, chosen, weights, implementation=implementation, elsewhere=False)
+    tiny.close(found, wanted, 1e-6)
+    count_case()
+
+
 def test_blocks_that_are_left_over(count_case):
     """More than one batch of them, some of it without need: one expert has nearly all choices, far above its room."""
     x, up, down, chosen, weights = operands(11, 300, 1, 64, 9, 12)

@@ -51,7 +51,7 @@ def expert_sum(
         No expert twice for a token, as a router chooses.
       weights: float32.
       implementation: a name of IMPLEMENTATIONS, or ``auto``.
-      elsewhere: whether choices may be another rank's. It only helps ``auto`` to choose.
+      elsewhere: whether choices may be another rank's. Where none is, nothing is computed to find out.
 
     Returns:
       In x's dtype; zeros where none of a token's experts is here.
@@ -61,10 +61,21 @@ def expert_sum(
         return x
     if implementation == "auto":
         implementation = choose(tokens, k, up.shape[0], kernel_fault(tokens * k, up) is None, elsewhere)
-    mine = (chosen >= 0) & (chosen < up.shape[0])
-    y = IMPLEMENTATIONS[implementation](x, up, down, jnp.where(mine, chosen, up.shape[0]))
-    total = jnp.sum(jnp.where(mine[..., None], y.astype(jnp.float32) * weights[..., None], 0.0), axis=1)
-    return total.astype(x.dtype)
+    mine = (chosen >= 0) & (chosen < up.shape[0]) if elsewhere else None
+    if mine is not None:
+        chosen = jnp.where(mine, chosen, up.shape[0])
+        if implementation == "gather":
+            chosen = stand_ins(chosen, up.shape[0])
+    y = IMPLEMENTATIONS[implementation](x, up, down, chosen).astype(jnp.float32) * weights[..., None]
+    if mine is not None:
+        y = jnp.where(mine[..., None], y, 0.0)
+    return jnp.sum(y, axis=1).astype(x.dtype)
+
+
+def stand_ins(chosen: jax.Array, experts: int) -> jax.Array:
+    """``chosen`` with a token's first expert that is here (expert 0 where none is) in the place of other ranks'."""
+    first = jnp.min(chosen, axis=1, keepdims=True)
+    return jnp.where(chosen < experts, chosen, jnp.where(first < experts, first, 0))
 
 
 def choose(tokens: int, k: int, experts: int, kernel: bool = False, elsewhere: bool = False) -> str:
@@ -98,19 +109,15 @@ def gather(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
     operand of a matrix product would be copied first.
 
     Args:
-      chosen: [n, k]; ``experts`` where the choice is another rank's. Such a choice reads the same matrices as the
-        token's first one that is here (expert 0 where none is), and its result means nothing.
+      chosen: [n, k], 0 to experts - 1.
 
     Returns:
       [n, k, i], each choice's output.
     """
-    experts = up.shape[0]
-    stand_in = jnp.min(chosen, axis=1, keepdims=True)
-    index = jnp.where(chosen < experts, chosen, jnp.where(stand_in < experts, stand_in, 0))
     if streams(x, up, down, chosen):
-        h = matvec.chosen_matvec(x, up, index, squared_relu=True, implementation="mosaic_gpu")
-        return matvec.chosen_matvec(h, down, index, implementation="mosaic_gpu")
-    return _gathered(x, up, down, lambda matrices: jnp.take(matrices, index, axis=0, mode="clip"))
+        h = matvec.chosen_matvec(x, up, chosen, squared_relu=True, implementation="mosaic_gpu")
+        return matvec.chosen_matvec(h, down, chosen, implementation="mosaic_gpu")
+    return _gathered(x, up, down, lambda matrices: jnp.take(matrices, chosen, axis=0, mode="clip"))
 
 
 def streams(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> bool:
@@ -128,7 +135,12 @@ def gather_rows(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array)
     """``gather`` by rows: another rank's choice reads one row over and over, which stays in the cache, and no matrices.
 
     So a rank with none of a token's experts reads none, and one with few does not read those once more per choice.
-    Args and result as :func:`gather`.
+
+    Args:
+      chosen: [n, k]; ``experts`` where the choice is another rank's, whose result means nothing.
+
+    Returns:
+      [n, k, i], each choice's output.
     """
     experts = up.shape[0]
 
@@ -209,7 +221,7 @@ def room_per_expert(tokens: int, k: int, experts: int) -> int:
 
 def blocks(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
     """One product for all experts, each with the same number of its choices, and then what is left over in blocks of
-    one expert's choices. Args and result as :func:`gather`.
+    one expert's choices. Args and result as :func:`gather_rows`.
 
     The first product takes the matrices as they lie. Blocks need theirs side by side, so XLA copies them: as long as
     nobody's share is much above the average there are no blocks, and no program has more than it needs. Programs of few
@@ -249,7 +261,7 @@ def blocks(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
 
 def grouped(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
     """Two grouped matrix products (pallas_kernels.grouped_matmul) over blocks of one expert's choices, each in one
-    launch that reads each chosen expert where it lies. Args and result as :func:`gather`.
+    launch that reads each chosen expert where it lies. Args and result as :func:`gather_rows`.
 
     The number of blocks is static, the most that any choice can need; the time goes by those that this one needs.
     """
@@ -278,7 +290,7 @@ def _block_product(v: jax.Array, matrices: jax.Array) -> jax.Array:
 
 
 def ragged(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Choices sorted by expert, then ``jax.lax.ragged_dot_general``. Args and result as :func:`gather`.
+    """Choices sorted by expert, then ``jax.lax.ragged_dot_general``. Args and result as :func:`gather_rows`.
 
     On CPUs and NVIDIA GPUs jax expands it to every expert times every choice (jax 0.11.2 and 0.12); it is here for
     platforms that have an instruction for it.
@@ -300,7 +312,7 @@ def ragged(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> j
 
 
 def dense(x: jax.Array, up: jax.Array, down: jax.Array, chosen: jax.Array) -> jax.Array:
-    """Every expert on every token: what the others must equal. Args and result as :func:`gather`."""
+    """Every expert on every token: what the others must equal. Args and result as :func:`gather_rows`."""
     precision = dot_precision(x.dtype)
     h = jnp.einsum("ni,xfi->xnf", x, up, precision=precision, preferred_element_type=jnp.float32).astype(x.dtype)
     y = jnp.einsum("xnf,xif->nxi", squared_relu(h), down, precision=precision, preferred_element_type=jnp.float32)

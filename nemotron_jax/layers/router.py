@@ -1,5 +1,7 @@
 """Which experts a token goes to, and with what weight. In float32, computed alike on every rank from the same input."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import weight
 from nemotron_jax.sharding import whole
+from pallas_kernels import route as kernel
 
 # Of experts with one another, over all tokens: beyond, sorting is cheaper.
 MAX_COMPARISONS = 1 << 20
@@ -68,6 +71,17 @@ def route(
         best = jnp.sum(lax.top_k(grouped, 2)[0], -1)
         kept = jnp.any(jax.nn.one_hot(lax.top_k(best, kept_groups)[1], groups, dtype=jnp.bool_), -2)
         choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    elif kernel.declined(rows=math.prod(logits.shape[:-1]), experts=logits.shape[-1], k=k) is None:
+        chosen, weights = kernel.route(
+            logits.reshape(-1, logits.shape[-1]),
+            bias,
+            k=k,
+            normalise=normalise,
+            scale=scale,
+            implementation="mosaic_gpu",
+        )
+        shape = (*logits.shape[:-1], k)
+        return chosen.reshape(shape), weights.reshape(shape), choice
     chosen, weights = largest(choice, scores, k)
     if normalise:
         weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
