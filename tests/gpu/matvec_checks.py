@@ -136,6 +136,8 @@ def edges() -> Iterator[tuple[tuple[int, int, int], dict]]:
     yield (5, 3712, 2688), {"squared_relu": True, "dtype": "float16"}
     yield (7, 1000, 336), {"dtype": "float16"}
     yield (2, 2056, 4112), {}
+    yield (1, 3136, 1568), {}  # low tiles, the last moved back, and fewer steps than stages, one of them not whole
+    yield (8, 3136, 2560), {}  # and all steps whole
     yield (8, 33800, 1040), {"out_dtype": "float32"}
     yield (16, 4096, 4096), {}
     yield (33, 4104, 1056), {"out_dtype": "float32"}

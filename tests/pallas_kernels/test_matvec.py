@@ -18,7 +18,7 @@ from pallas_kernels.matvec import api, chosen_matvec, declined, matvec, mosaic_g
 from tests import tiny
 from tests.gpu import matvec_checks as checks
 from tests.pallas_kernels.absent import traced_for
-from tests.pallas_kernels.interpreter import interpreter
+from tests.pallas_kernels.interpreter import interpreter, races_found
 
 Tiling = mosaic_gpu.Tiling
 
@@ -59,6 +59,18 @@ def test_no_number_stays_in_its_row():
     with interpreter() as interpret:
         y = mosaic_gpu.matvec(x, w, out_dtype=x.dtype, tiling=Tiling(24, 64, 3, 1, 2), interpret=interpret)
     assert np.isfinite(np.asarray(y, np.float32)).all(1).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("tiling", [Tiling(64, 64, 3, 1, 2), Tiling(96, 64, 4, 2, 1)])
+def test_no_races_in_the_interpreter(tiling, count_case):
+    """Where no tile is moved back and none is lower than a product: those read or write twice on purpose."""
+    x, w = checks.problem(2, 3, 192, 256)
+    with interpreter(detect_races=True) as interpret:
+        found = mosaic_gpu.matvec(x, w, out_dtype=x.dtype, tiling=tiling, interpret=interpret)
+        assert not races_found()
+    wanted = reference.matvec(x.astype(jnp.float32), w.astype(jnp.float32), out_dtype=jnp.float32).astype(x.dtype)
+    checks.compare(found, wanted)
+    count_case()
 
 
 CHOICES = [
