@@ -27,6 +27,7 @@ NAMES = (
     "gated_norm",
     "matvec",
     "route",
+    "mlp_step",
 )
 # Those that passed what of their checks (tests/gpu) was run on hardware, where alone some faults of such kernels show,
 # and that were measured to pay; benchmarks/ says how many were run.
