@@ -18,6 +18,7 @@ from nemotron_jax import cli, make_mesh
 from nemotron_jax.weights import conversion_cache, orbax, writing
 from nemotron_jax.weights.conversion_cache import STAMP, SWITCH
 from nemotron_jax.weights.huggingface import Checkpoint
+from tests.conftest import TINY
 from tests.test_quantized import KINDS, encode_fp8, quantize
 from tests.weights_cases import edit_json, folder_of, read_raw, write_file
 
@@ -431,10 +432,11 @@ def test_every_command_hands_it_on(command, tmp_path, monkeypatch, capsys):
     (tmp_path / "text").write_text("x")
     name, *rest = command.split()
     where = rest if name == "bench" else []
-    line = [name, *where, "model", *([str(tmp_path / "text")] if name == "score" else []), *rest[len(where) :]]
+    folder = str(TINY / "dense_tied" / "hf")
+    line = [name, *where, folder, *([str(tmp_path / "text")] if name == "score" else []), *rest[len(where) :]]
     for extra, expected in (([], None), (["--conversion-cache", "there"], "there"), (["--conversion-cache=on"], "on")):
         asked.clear()
-        assert cli.main([*line, *extra]) == 2 and asked == [("model", expected)]
+        assert cli.main([*line, *extra]) == 2 and asked == [(folder, expected)]
     assert "that was all" in capsys.readouterr().err
 
 
