@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     from nemotron_jax.generation import Conversation, Generator
     from nemotron_jax.generation.prompt_files import FilePrompt
 
-    check_settings(args, mesh, settings)
+    tokenizer = check_settings(args, mesh, settings)
     model = load(
         args.model,
         mesh=mesh,
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     )
     plan = model.plan(args.data_parallel, 1)
     cli.tell_fallbacks(plan)
-    conversation = Conversation(Generator(model, steps_per_call=8, **settings), system=args.system)
+    conversation = Conversation(Generator(model, tokenizer=tokenizer, steps_per_call=8, **settings), system=args.system)
     if conversation.plain:
         print(
             "nemotron-jax chat: no chat template in this checkpoint: the model goes on with your text", file=sys.stderr

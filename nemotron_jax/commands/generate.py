@@ -7,10 +7,13 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemotron_jax import cli, processes
 from nemotron_jax.files import check_writable
+
+if TYPE_CHECKING:
+    from nemotron_jax.generation.text import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     from nemotron_jax import load
     from nemotron_jax.generation import Generator
 
-    check_settings(args, mesh, settings)
+    tokenizer = check_settings(args, mesh, settings)
     model = load(
         args.model,
         mesh=mesh,
@@ -148,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.stream:
         settings["steps_per_call"] = 8
-    generator = Generator(model, **settings)
+    generator = Generator(model, tokenizer=tokenizer, **settings)
     batch = min(args.batch_size, len(prompts)) if args.prompt_file else len(prompts)
     plan = model.plan(batch + -batch % args.data_parallel, 1, generator.steps_per_call)
     cli.tell_fallbacks(plan)
@@ -172,8 +175,11 @@ def run(args: argparse.Namespace) -> int:
     return cli.DONE
 
 
-def check_settings(args: argparse.Namespace, mesh: Any, settings: dict[str, Any]) -> None:
+def check_settings(args: argparse.Namespace, mesh: Any, settings: dict[str, Any]) -> "Tokenizer | None":
     """Refuse settings before any weights are read: the checkpoint's configuration and tokenizer are enough.
+
+    Returns:
+      The tokenizer, so that it is read once.
 
     Raises:
       ValueError: as the generator says it.
@@ -186,7 +192,7 @@ def check_settings(args: argparse.Namespace, mesh: Any, settings: dict[str, Any]
     config = NemotronHConfig.from_json(folder)
     model = NemotronH(config, mesh=mesh, fusion=args.fusion, mtp=args.speculative_tokens > 0)
     model.folder = folder
-    Generator(model, **settings)
+    return Generator(model, **settings).tokenizer
 
 
 def check_options(args: argparse.Namespace) -> None:

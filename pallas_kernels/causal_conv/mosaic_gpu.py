@@ -21,6 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.narrow import store
+
 THREADS = 128
 BOX = 256  # channels of a copy, at most
 TILE_BYTES = 32 << 10
@@ -110,7 +112,7 @@ def causal_conv(
         scales = [load(weight_ref.at[k, span]) for k in range(taps)]
         shift = load(bias_ref[0].at[span]) if bias_ref else None
         for k, value in enumerate(before):
-            _store(shared.at[:, k], value.reshape(boxes, box))
+            store(shared.at[:, k], value.reshape(boxes, box))
         plgpu.barrier_wait(arrived)
 
         def some_tokens(number, _):
@@ -127,7 +129,7 @@ def causal_conv(
                     y = y + inputs[i + k] * scales[k]
                 if shift is not None:
                     y = y + shift
-                _store(out_ref.at[row, first + at + i, span], (y * sigmoid(y)).astype(packed.dtype))
+                store(out_ref.at[row, first + at + i, span], (y * sigmoid(y)).astype(packed.dtype))
 
         lax.fori_loop(jnp.int32(0), jnp.int32(tile // how.step), some_tokens, None)
 
@@ -152,11 +154,3 @@ def sigmoid(x: jax.Array) -> jax.Array:
     """1 / (1 + exp(-x)) as a square of an inverse root, which is one instruction where a quotient is a dozen."""
     root = lax.rsqrt(1.0 + jnp.exp2(x * jnp.float32(-math.log2(math.e))))
     return root * root
-
-
-def _store(ref: Any, value: jax.Array) -> None:
-    """Store an array, whatever its layout: jax 0.12 wants to be told that a narrow store is meant."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value

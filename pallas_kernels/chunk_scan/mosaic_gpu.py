@@ -28,6 +28,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.narrow import store
+
 CHUNK = 64
 SHARED_BYTES = 227 << 10  # of a block
 PROCESSORS = 132  # of an H100 or H200
@@ -289,9 +291,9 @@ def _launch(how: Cut, xbc, decays, d, starts, *, groups: int, e: int, interpret:
 
             @pl.when(segment == how.segments - 1)
             def _():
-                _store(last_ref.at[row, unit], state)
+                store(last_ref.at[row, unit], state)
         else:
-            _store(last_ref.at[row, segment, unit], state)
+            store(last_ref.at[row, segment, unit], state)
 
     if outputs:
         operands = (xbc, decays, d, starts)
@@ -324,11 +326,3 @@ def _along(value: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
 
 def _filled(value: jax.Array, size: int) -> jax.Array:
     return plgpu.layout_cast(jnp.full((size,), value, jnp.float32), ROW)
-
-
-def _store(ref: Any, value: jax.Array) -> None:
-    """Store an array, whatever its layout: jax 0.12 wants to be told that a narrow store is meant."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value

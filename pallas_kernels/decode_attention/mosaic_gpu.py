@@ -18,7 +18,6 @@ One warpgroup per block: in jax several would share the scratch memory of a redu
 190 registers a thread let two blocks run on a multiprocessor.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -26,6 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.narrow import load, store
 
 QUERIES = 64  # rows of a product; query heads of a KV head are the first of them
 TILE = 64  # slots
@@ -37,16 +38,6 @@ MOST_SPLITS = 64
 MATRIX = plgpu.Layout.WGMMA
 ROW, COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
 NOTHING = float("-inf")  # score of what is not seen
-
-load = functools.partial(plgpu.load, optimized=False)
-
-
-def store(ref: Any, value: jax.Array, *, optimized: bool = False) -> None:
-    """Store an array, whatever its layout: jax 0.12 wants to be told that a narrow store is meant."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=optimized)
-    else:
-        ref[...] = value
 
 
 def splits_of(rows: int, kv_heads: int, slots: int) -> int:

@@ -20,6 +20,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.narrow import store
+
 WARPS, LANES = 4, 32
 VALUES = 4  # neighbours of a thread: 16 bytes of float32
 MOST_VALUES = 40  # of y that a thread holds at once, where its warp has rows to choose how many
@@ -72,7 +74,7 @@ def gated_norm(
         squares = jnp.sum(value * value, axis=1)
         inverse = lax.rsqrt(plgpu.layout_cast(squares, by_row) * jnp.float32(1 / width) + jnp.float32(eps))
         value = value * along(inverse, 0) * along(scale, 1)
-        _store(out_ref.at[here], value.astype(packed.dtype))
+        store(out_ref.at[here], value.astype(packed.dtype))
 
     out = plgpu.kernel(
         kernel,
@@ -91,11 +93,3 @@ def sigmoid(x: jax.Array) -> jax.Array:
     """1 / (1 + exp(-x)) as a square of an inverse root, which is one instruction where a quotient is a dozen."""
     root = lax.rsqrt(1.0 + jnp.exp2(x * jnp.float32(-math.log2(math.e))))
     return root * root
-
-
-def _store(ref: Any, value: jax.Array) -> None:
-    """Store an array, whatever its layout: jax 0.12 wants to be told that a narrow store is meant."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value

@@ -22,14 +22,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.narrow import load, store
+
 TILE = 64  # channels
 UNIT = 128  # states of a tile that are in registers at once
 PORTABLE_CLUSTER = 8
 
 MATRIX = plgpu.Layout.WGMMA_8BIT  # [channels, states]: a thread holds 4 neighbours, 16 bytes of float32
 ROW, COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
-
-load = functools.partial(plgpu.load, optimized=False)
 
 
 def along(value: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
@@ -40,14 +40,6 @@ def along(value: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
 def filled(value: jax.Array) -> jax.Array:
     """A scalar for every channel of a tile."""
     return plgpu.layout_cast(jnp.full((TILE,), value, jnp.float32), ROW)
-
-
-def store(ref: Any, value: jax.Array) -> None:
-    """Store an array, whatever its layout: jax 0.12 wants to be told that a narrow store is meant."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 def blocks_of(group_channels: int) -> int:

@@ -4,15 +4,15 @@ hold several, one behind the other, on one ring.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.narrow import load, store
 
 MULTIPROCESSORS = 132  # of H100 and H200; a kind with fewer runs the blocks that are left afterwards
 GROUP = 8  # rows of a swizzled group, outputs as well as rows of x
@@ -20,16 +20,6 @@ HEIGHT = 64  # outputs of one tensor core instruction
 HIGHEST = 256  # outputs of a tile: the largest side of a TMA box
 SHARED_BYTES = 220 * 1024
 SLOT_BYTES = 16 * 1024
-
-load = functools.partial(plgpu.load, optimized=False)
-
-
-def store(ref: Any, value: jax.Array) -> None:
-    """Store an array, whatever its layout: jax 0.12 wants to be told that a narrow store is meant."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 def padded(rows: int, step: int = GROUP) -> int:
@@ -61,10 +51,11 @@ class Tiling:
         rest = [max(self.outputs - HEIGHT, 0)] if self.outputs % HEIGHT else []
         return (*whole, *rest)
 
-    @property
-    def ring_rows(self) -> int:
-        """Of the matrix, in shared memory; products of the last slot may read on."""
-        return self.stages * self.outputs + max(HEIGHT - self.outputs, 0)
+    def ring_rows(self, stride: int | None = None) -> int:
+        """Of the matrix, in shared memory, `stride` from slot to slot (None: a tile's); products of the last slot may
+        read on behind it."""
+        stride = stride or self.outputs
+        return self.stages * stride + max(HEIGHT - stride, 0)
 
     @property
     def width(self) -> int:
@@ -74,7 +65,7 @@ class Tiling:
     def shared_bytes(self, rows: int) -> int:
         """With results of four bytes."""
         rows = padded(rows)
-        ring = 2 * self.depth * (self.ring_rows + self.stages * rows)
+        ring = 2 * self.depth * (self.ring_rows() + self.stages * rows)
         sums = 4 * max(self.warpgroups - 1, 1) * len(self.firsts) * HEIGHT * rows
         return ring + sums + 4 * rows * self.width
 
@@ -220,9 +211,9 @@ class Product:
         return plgpu.SMEM(shape, self.dtype, transforms=(self.swizzle,))
 
     def w_type(self) -> Any:
-        """Products of the last slot may read on behind it."""
-        rows = self.cut.stages * self.slot_rows + max(HEIGHT - self.slot_rows, 0)
-        return plgpu.SMEM((rows, self.cut.depth), self.dtype, transforms=(self.tiled, self.swizzle))
+        return plgpu.SMEM(
+            (self.cut.ring_rows(self.stride), self.cut.depth), self.dtype, transforms=(self.tiled, self.swizzle)
+        )
 
     def sums_type(self) -> Any:
         cut = self.cut

@@ -61,8 +61,7 @@ class Cuts:
         """With results of four bytes, and without the barriers."""
         rows, up, down = padded(rows), self.up, self.down
         deep = max(up.depth, down.depth)
-        behind = max(2 * cut.depth * max(HEIGHT - self.stride(cut), 0) for cut in (up, down))
-        ring = 2 * UNIT * self.units * up.stages + behind + 2 * up.stages * rows * deep
+        ring = max(2 * cut.depth * cut.ring_rows(self.stride(cut)) for cut in (up, down)) + 2 * up.stages * rows * deep
         sums = 4 * max(up.warpgroups - 1, 1) * max(len(up.firsts), len(down.firsts)) * HEIGHT * rows
         return ring + sums + rows * (2 * up.width + 4 * down.width)
 

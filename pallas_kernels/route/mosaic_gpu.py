@@ -9,7 +9,6 @@ Experts are rows of the squares in one step and columns in the next: places and 
 memory. One warpgroup per block; all sums are along a square's rows, shuffles between four lanes.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -18,13 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.narrow import load, store
+
 TILE = 64  # experts, or slots
 SQUARE = (TILE, TILE)
 
 MATRIX = plgpu.Layout.WGMMA
 ROW, COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
-
-load = functools.partial(plgpu.load, optimized=False)
 
 
 def along(value: jax.Array, axis: int) -> jax.Array:
@@ -39,14 +38,6 @@ def number(axis: int) -> jax.Array:
 
 def zeros(shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
-
-
-def store(ref: Any, value: jax.Array) -> None:
-    """Store an array, whatever its layout: jax 0.12 wants to be told that a narrow store is meant."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        ref[...] = value
 
 
 def route(
