@@ -1,13 +1,14 @@
 """One token of a Mamba-2 block in one launch: each state element is read once and written once, in place.
 
-Cut: a cluster of blocks per (row, group), each with an equal share of the group's channels in tiles of 64. A block
-convolves its own channels and, again in every block, the group's B and C; it updates the state of its channels, reads y
-out of it and gates it. The norm needs the whole group's sum of squares: every warp of the cluster puts its part into
-device memory, the cluster's barrier orders them, and every block adds all parts in the same order.
+Cut: a cluster of blocks per (row, group), each with an equal share of the group's channels in tiles of 64. A block asks
+for all it needs at once, its tiles of the state as plain copies into slots of shared memory; it convolves its own
+channels and, again in every block, the group's B and C; it updates the state of its channels, reads y out of it and
+gates it. The norm needs the whole group's sum of squares: every warp of the cluster puts its part into device memory,
+the cluster's barrier orders them, and every block adds all parts in the same order.
 
-Why in place is safe: the state and the window of its x channels are touched by one block alone, each element by threads
-of one quad (loads, a barrier, stores). The window of B and C is read by every block of the cluster and written by
-one of them behind the cluster's barrier.
+Why in place is safe: a tile of the state is written by the block that has copied it, once all of it is there. The
+window of x channels is touched by one block alone, each element by threads of one quad (loads, a barrier, stores). The
+window of B and C is read by every block of the cluster and written by one of them behind the cluster's barrier.
 
 One warpgroup per block. Values per channel lie as the rows of a matrix fragment do, four neighbouring lanes holding the
 same one; sums over the state are then two shuffles and need no shared memory.
@@ -25,8 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.narrow import load, store
 
 TILE = 64  # channels
-UNIT = 128  # states of a tile that are in registers at once
+UNIT = 64  # states of a tile that are in registers at once, at most
 PORTABLE_CLUSTER = 8
+MULTIPROCESSORS = 132  # of H100 and H200; a kind with fewer lets some blocks wait
+SHARED_BYTES = 216 * 1024  # for states
 
 MATRIX = plgpu.Layout.WGMMA_8BIT  # [channels, states]: a thread holds 4 neighbours, 16 bytes of float32
 ROW, COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
@@ -46,6 +49,14 @@ def blocks_of(group_channels: int) -> int:
     """Blocks of a cluster: as many as share the group's tiles evenly."""
     tiles = group_channels // TILE
     return max(n for n in range(1, PORTABLE_CLUSTER + 1) if tiles % n == 0)
+
+
+def slots_of(tiles: int, tile_bytes: int, blocks: int) -> int:
+    """Tiles of a block's state in shared memory at once: all, where each block has a multiprocessor of its own; else so
+    many that three share one, of which some wait for memory while another computes.
+    """
+    room = SHARED_BYTES if blocks <= MULTIPROCESSORS else SHARED_BYTES // 3
+    return max(1, min(tiles, room // tile_bytes))
 
 
 def silu(x: jax.Array) -> jax.Array:
@@ -77,12 +88,14 @@ def mamba_step(
     eps: float,
     time_step_limit: tuple[float, float],
     blocks: int | None = None,
+    slots: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `reference.mamba_step`; api.py has said that the shapes fit.
 
     Args:
         blocks: thread blocks of a cluster; a divisor of the group's tiles, at most 8.
+        slots: tiles of a block's state that are in shared memory at once.
     """
     rows, heads, p, e = state.shape
     inner, bc = heads * p, groups * e
@@ -92,10 +105,8 @@ def mamba_step(
     tiles = group_channels // TILE // blocks
     dtype = zxbcdt.dtype
     low, high = time_step_limit
-    unit = min(e, UNIT)
-    units = [(tile, first) for tile in range(tiles) for first in range(0, e, unit)]
-
-    distance = 2 if len(units) == 2 else 1  # never more than two units in registers
+    unit = next(n for n in range(min(e, UNIT), 0, -16) if e % n == 0)
+    slots = slots or slots_of(tiles, TILE * e * state.dtype.itemsize, rows * groups * blocks)
 
     # A tile of 64 channels touches `touched` heads: exactly, where tiles and heads are aligned.
     if p % TILE == 0:
@@ -103,7 +114,7 @@ def mamba_step(
     else:
         touched = TILE // p if TILE % p == 0 else (TILE + p - 2) // p + 1
 
-    def kernel(*refs, shared, **_):
+    def kernel(*refs, shared, states, arrived):
         refs = list(refs)
         zx_ref, window_ref, state_ref, w_ref = refs[:4]
         rest = refs[4:]
@@ -119,11 +130,18 @@ def mamba_step(
         def channel(tile):
             return pl.multiple_of(first_channel + tile * TILE, TILE)
 
-        def state_unit(tile, first):
-            return state_ref.at[row, pl.ds(channel(tile), TILE), pl.ds(first, unit)]
+        def fetch_state(tile):
+            plgpu.copy_gmem_to_smem(
+                state_ref.at[row, pl.ds(channel(tile), TILE)],
+                states.at[tile % slots],
+                arrived.at[tile % slots],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,  # one plain copy, without a descriptor
+            )
 
-        # Everything small is asked for first and the first units of the state right after it, before anything is waited
-        # for: one journey to memory instead of one per stage, and the small loads do not queue behind the state.
+        # Everything is asked for before anything is waited for: one journey to memory instead of one per stage.
+        for tile in range(slots):
+            fetch_state(tile)
+
         def fetch_inputs(start, size, layout):
             """What the convolution of `size` channels from `start` reads: raw inputs, taps, bias."""
             span = pl.ds(start, size)
@@ -169,7 +187,6 @@ def mamba_step(
 
         fetched = [fetch_tile(tile) for tile in range(tiles)]
         keep = None if alive_ref is None else alive_ref[row] > 0
-        ahead = [load(state_unit(*u), layout=MATRIX) for u in units[:distance]]
 
         # B and C of the group go through shared memory into the layout of a matrix's columns.
         for (which, first, _, size, _), inputs in zip(starts, shared_inputs, strict=True):
@@ -196,24 +213,24 @@ def mamba_step(
             return values
 
         gated = []
-        decay = dtx = y = jnp.zeros((), jnp.float32)  # of the tile at hand; its first unit sets them
-        for i, (tile, first) in enumerate(units):
-            old = ahead[i]
-            if i + distance < len(units):
-                ahead.append(load(state_unit(*units[i + distance]), layout=MATRIX))
-            if first == 0:
-                dt, decay, skip = by_row(fetched[tile]["heads"], fetched[tile]["begins"])
-                x = convolve(*fetched[tile]["inputs"])
-                dtx, y = dt * x, skip * x
-            wide = (TILE, unit)
-            b = load(shared.at[0, pl.ds(first, unit)], layout=COLUMN)
-            c = load(shared.at[1, pl.ds(first, unit)], layout=COLUMN)
-            new = old.astype(jnp.float32) * along(decay, wide, 0)
-            new = new + along(dtx, wide, 0) * along(b, wide, 1)
-            store(state_unit(tile, first), new.astype(state.dtype))
-            y = y + plgpu.layout_cast(jnp.sum(new * along(c, wide, 1), axis=1), ROW)
-            if first + unit == e:
-                gated.append(y * silu(fetched[tile]["gate"].astype(jnp.float32)))
+        for tile in range(tiles):
+            dt, decay, skip = by_row(fetched[tile]["heads"], fetched[tile]["begins"])
+            x = convolve(*fetched[tile]["inputs"])
+            dtx, y = dt * x, skip * x
+            plgpu.barrier_wait(arrived.at[tile % slots])
+            for first in range(0, e, unit):
+                wide = (TILE, unit)
+                span = pl.ds(first, unit)
+                old = load(states.at[tile % slots, :, span], layout=MATRIX)
+                b, c = (load(shared.at[which, span], layout=COLUMN) for which in range(2))
+                new = old.astype(jnp.float32) * along(decay, wide, 0)
+                new = new + along(dtx, wide, 0) * along(b, wide, 1)
+                store(state_ref.at[row, pl.ds(channel(tile), TILE), span], new.astype(state.dtype))
+                y = y + plgpu.layout_cast(jnp.sum(new * along(c, wide, 1), axis=1), ROW)
+            if tile + slots < tiles:
+                plgpu.commit_smem()  # every thread has read the slot
+                fetch_state(tile + slots)
+            gated.append(y * silu(fetched[tile]["gate"].astype(jnp.float32)))
 
         squares = None
         for value in gated:
@@ -257,7 +274,11 @@ def mamba_step(
             jax.ShapeDtypeStruct((rows, inner), dtype),
             jax.ShapeDtypeStruct((rows, groups, 4 * blocks), jnp.float32),
         ),
-        scratch_types=dict(shared=plgpu.SMEM((2, e), jnp.float32)),
+        scratch_types=dict(
+            shared=plgpu.SMEM((2, e), jnp.float32),
+            states=plgpu.SMEM((slots, TILE, e), state.dtype),
+            arrived=plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+        ),
         grid=(rows, groups),
         grid_names=("row", "group"),
         **(dict(cluster=(blocks,), cluster_names=("part",)) if blocks > 1 else {}),

@@ -22,7 +22,7 @@ from nemotron_jax.layers import attention
 from pallas_kernels import rms_norm, selection
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import shapes as attention_shapes
-from pallas_kernels.mamba_step import mamba_step, shapes
+from pallas_kernels.mamba_step import mamba_step, mosaic_gpu, shapes
 from tests.gpu.loops import checked, microseconds, shown
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-6}
@@ -227,8 +227,16 @@ def attention_bytes(heads, rows, slots) -> int:
 
 
 def time_mamba_step(shape, rows, implementation, layers=8, loops=(4, 20), repeats=5) -> float:
-    """Microseconds of one call inside a loop over `layers` different states on the device."""
+    """Microseconds of one call inside a loop over `layers` different states on the device.
+
+    Args:
+        implementation: of `mamba_step`, or the number of blocks of the kernel's clusters.
+    """
     operands, groups = problem(0, shape, rows, "bfloat16")
+    if isinstance(implementation, int):
+        step = functools.partial(mosaic_gpu.mamba_step, blocks=implementation)
+    else:
+        step = functools.partial(mamba_step, implementation=implementation)
     zx, window, state, *rest, alive = operands
     states = [state + 0.01 * i for i in range(layers)]
     windows = [window + 0 * i for i in range(layers)]
@@ -237,17 +245,7 @@ def time_mamba_step(shape, rows, implementation, layers=8, loops=(4, 20), repeat
         zx, states, windows = carry
         new_states, new_windows = [], []
         for s, w in zip(states, windows, strict=True):
-            y, w, s = mamba_step(
-                zx,
-                w,
-                s,
-                *rest,
-                alive,
-                groups=groups,
-                eps=1e-5,
-                time_step_limit=LIMIT,
-                implementation=implementation,
-            )
+            y, w, s = step(zx, w, s, *rest, alive, groups=groups, eps=1e-5, time_step_limit=LIMIT)
             zx = lax.dynamic_update_slice(zx, y, (0, 0))  # the next call waits for this one
             new_states.append(s)
             new_windows.append(w)
@@ -293,6 +291,19 @@ def attention_cases():
     yield every["nemotron-h-8b"], 2048, tuple(range(7, 2048, 48)), {"repeats": 2}
 
 
+# Shape, rows, and clusters of fewer blocks to compare.
+MAMBA_TIMES: list[tuple[str, int, tuple[int, ...]]] = [
+    ("nemotron-h-8b", 1, ()),
+    ("nemotron-nano-9b-v2", 1, (4,)),
+    ("nemotron-h-8b", 8, (4, 2)),
+    ("nemotron-h-8b", 32, (4, 2)),
+    ("nemotron-nano-9b-v2", 8, (4,)),
+    ("nemotron-3-nano-30b-a3b", 1, (4,)),
+    ("nemotron-3-nano-30b-a3b", 64, (4, 2)),
+    ("nemotron-h-8b", 128, (4,)),
+    ("nemotron-h-8b, 8 ranks", 1, ()),
+    ("nemotron-h-56b", 1, ()),
+]
 ATTENTION_TIMES = [(slots, rows) for slots in (2048, 32768) for rows in (1, 8, 32)]
 
 
@@ -331,17 +342,12 @@ def main() -> None:
         failed += isinstance(found, Exception)
         say({"decode_attention": "beyond 2 ** 31 elements", "error": shown(found)})
     with selection.use("auto"):
-        for name, n in (
-            ("nemotron-h-8b", 1),
-            ("nemotron-h-8b", 32),
-            ("nemotron-h-8b", 128),
-            ("nemotron-nano-9b-v2", 1),
-        ):
+        for name, n, blocks in MAMBA_TIMES:
             if time.monotonic() - begin > args.seconds:
                 break
             shape = shapes.SHAPES[name]
-            layers = 8 if n == 1 else 3
-            us = {i: time_mamba_step(shape, n, i, layers) for i in ("mosaic_gpu", "reference")}
+            layers = 8 if n <= 8 else 3
+            us = {str(i): time_mamba_step(shape, n, i, layers) for i in ("mosaic_gpu", "reference", *blocks)}
             say({"time": name, "rows": n, "us": us, "tb_per_s": mamba_bytes(shape, n) / us["mosaic_gpu"] / 1e6})
         table = ["| KV heads | context | batch | plain us | kernel us | kernel TB/s |", "|---|---|---|---|---|---|"]
         for name in ("nemotron-h-8b", "nemotron-3-nano-30b-a3b"):

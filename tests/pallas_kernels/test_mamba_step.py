@@ -89,22 +89,23 @@ def test_reference_is_the_layer(valid, count_case, monkeypatch):
 
 
 INTERPRETED = [
-    ((2, 64, 128, 1), "bfloat16", "float32", True),
-    ((4, 32, 96, 2), "float32", "float32", False),
-    ((4, 80, 64, 1), "float32", "bfloat16", True),
-    ((1, 64, 256, 1), "float16", "float32", True),
+    ((2, 64, 128, 1), "bfloat16", "float32", True, 2),
+    ((4, 32, 96, 2), "float32", "float32", False, 1),
+    ((4, 80, 64, 1), "float32", "bfloat16", True, 2),  # five tiles through two slots
+    ((4, 80, 64, 1), "bfloat16", "float32", False, 1),
+    ((1, 64, 256, 1), "float16", "float32", True, 1),
 ]
 
 
-@pytest.mark.parametrize("shape, dtype, state_dtype, bias", INTERPRETED)
-def test_kernel_in_the_interpreter(shape, dtype, state_dtype, bias, count_case):
+@pytest.mark.parametrize("shape, dtype, state_dtype, bias, slots", INTERPRETED)
+def test_kernel_in_the_interpreter(shape, dtype, state_dtype, bias, slots, count_case):
     """One block per group: the sum over a cluster is inline code, which the interpreter lacks."""
     operands, groups = problem(2, shape, 2, dtype, state_dtype, bias)
     operands = (*operands[:-1], jnp.array([1, 0], jnp.int32))
     kwargs = dict(groups=groups, eps=1e-5, time_step_limit=(0.001, 0.3))
     wanted = reference.mamba_step(*operands, **kwargs)
     with interpreter() as interpret:
-        found = mosaic_gpu.mamba_step(*operands, **kwargs, blocks=1, interpret=interpret)
+        found = mosaic_gpu.mamba_step(*operands, **kwargs, blocks=1, slots=slots, interpret=interpret)
     bound = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 4e-3}
     assert error(found[0], wanted[0]) <= bound[dtype]
     assert (np.asarray(found[1]) == np.asarray(wanted[1])).all()
@@ -130,12 +131,17 @@ def test_lowers_to_one_launch_that_keeps_its_buffers(name, rows, count_case):
     count_case()
 
 
-def test_blocks_share_a_group_evenly():
-    for heads, p, _, groups in shapes.SHAPES.values():
+def test_the_cut():
+    for heads, p, e, groups in shapes.SHAPES.values():
         tiles = heads * p // groups // mosaic_gpu.TILE
         blocks = mosaic_gpu.blocks_of(heads * p // groups)
         assert tiles % blocks == 0 and 1 <= blocks <= 8
+        for rows in (1, 3, 17, 129):
+            slots = mosaic_gpu.slots_of(tiles // blocks, mosaic_gpu.TILE * e * 4, rows * groups * blocks)
+            assert 1 <= slots <= tiles // blocks and slots * mosaic_gpu.TILE * e * 4 <= mosaic_gpu.SHARED_BYTES
     assert mosaic_gpu.blocks_of(1024) == 8 and mosaic_gpu.blocks_of(1280) == 5 and mosaic_gpu.blocks_of(64) == 1
+    assert mosaic_gpu.slots_of(4, 32 << 10, 40) == 4 and mosaic_gpu.slots_of(4, 32 << 10, 1280) == 2
+    assert mosaic_gpu.slots_of(4, 1 << 20, 1) == 1
 
 
 def test_softplus_to_the_last_digits(count_case):
@@ -185,8 +191,8 @@ def test_the_choice(monkeypatch):
         assert selection.allowed() == () and "switched off" in selection.fault("mamba_step")
         with selection.use("rms_norm"):
             assert selection.allowed() == ("rms_norm",)
-    with selection.use("auto,grouped_matmul,rms_norm"):
-        assert selection.allowed() == (*selection.AUTO, "grouped_matmul") and selection.automatic()
+    with selection.use("auto,rms_norm"):
+        assert selection.allowed() == selection.AUTO and selection.automatic()
     with selection.use("auto"):
         auto = selection.key()
     with selection.use(" , ".join(selection.AUTO)):
