@@ -174,10 +174,6 @@ ONE_GPU = [
         for i in (1, 2)
     ],
     Job(
-        "mlp_step_checks", "an MLP in one launch against two products, and its times", 105, 170,
-        "{python} -m tests.gpu.mlp_step_checks --seconds 100 --out {json}", "--help",
-    ),
-    Job(
         "route_checks", "a router behind its matrix product against plain JAX, and its times", 65, 120,
         "{python} -m tests.gpu.route_checks --seconds 60 --out {json}", "--small",
     ),

@@ -1,7 +1,5 @@
 """Dense MLP block ("-"): down(relu(up(x))^2), no gate."""
 
-import math
-
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -9,7 +7,6 @@ from jaxtyping import Array, Float
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import project, weight
 from nemotron_jax.sharding import Axis, cut_rows, row_parallel_bias
-from pallas_kernels import mlp_step
 
 
 class MLP(nnx.Module):
@@ -23,12 +20,6 @@ class MLP(nnx.Module):
         self.down_bias = weight(row_parallel_bias(f"{prefix}down_proj.bias", d, axis), jnp.float32) if bias else None
 
     def __call__(self, x: Float[Array, "batch tokens hidden"]) -> Float[Array, "batch tokens hidden"]:
-        up, down = self.up[...], self.down[...]
-        if self.up_bias is None and self.down_bias is None and up.dtype == down.dtype == x.dtype:
-            rows, (wide, hidden) = math.prod(x.shape[:-1]), up.shape
-            if mlp_step.declined(rows=rows, hidden=hidden, wide=wide, dtype=x.dtype) is None:
-                y = mlp_step.mlp_step(x.reshape(rows, hidden), up, down, implementation="mosaic_gpu")
-                return y.reshape(x.shape)
         up_bias = None if self.up_bias is None else self.up_bias[...]
         down_bias = None if self.down_bias is None else self.down_bias[...]
-        return project(project(x, up, up_bias, squared=True), down, down_bias)
+        return project(project(x, self.up[...], up_bias, squared=True), self.down[...], down_bias)

@@ -20,18 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.matvec.product import (
-    HEIGHT,
-    HIGHEST,
-    MULTIPROCESSORS,
-    SHARED_BYTES,
-    Product,
-    Shared,
-    Tiling,
-    default_tiling,
-)
-
-__all__ = ["HEIGHT", "HIGHEST", "MULTIPROCESSORS", "SHARED_BYTES", "Tiling", "default_tiling", "matvec"]
+from pallas_kernels.matvec.product import Product, Shared
+from pallas_kernels.matvec.tiling import Tiling, default_tiling
 
 
 def matvec(

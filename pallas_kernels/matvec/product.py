@@ -1,6 +1,5 @@
 """A product of few rows with the transpose of a large matrix, inside a kernel: its tiles, and how its operands pass
-through a ring of slots in shared memory, a step along the inputs in each. mosaic_gpu.py says what it does; a kernel may
-hold several, one behind the other, on one ring.
+through a ring of slots in shared memory, a step along the inputs in each. mosaic_gpu.py says what it does.
 """
 
 import dataclasses
@@ -12,95 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.matvec.tiling import GROUP, HEIGHT, Tiling, padded
 from pallas_kernels.narrow import load, store
-
-MULTIPROCESSORS = 132  # of H100 and H200; a kind with fewer runs the blocks that are left afterwards
-GROUP = 8  # rows of a swizzled group, outputs as well as rows of x
-HEIGHT = 64  # outputs of one tensor core instruction
-HIGHEST = 256  # outputs of a tile: the largest side of a TMA box
-SHARED_BYTES = 220 * 1024
-SLOT_BYTES = 16 * 1024
-
-
-def padded(rows: int, step: int = GROUP) -> int:
-    return -(-rows // step) * step
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiling:
-    """How the matrix is cut.
-
-    Attributes:
-        outputs: of a tile, a multiple of 8, at most 256.
-        depth: inputs of a step, a multiple of 64.
-        stages: steps that are in shared memory at once, a multiple of `warpgroups`, two or more for each.
-        warpgroups: that multiply, beside the one that fetches.
-        blocks: thread blocks, at most.
-    """
-
-    outputs: int
-    depth: int
-    stages: int
-    warpgroups: int = 1
-    blocks: int = MULTIPROCESSORS
-
-    @property
-    def firsts(self) -> tuple[int, ...]:
-        """Where in a tile its products start."""
-        whole = range(0, self.outputs - HEIGHT + 1, HEIGHT)
-        rest = [max(self.outputs - HEIGHT, 0)] if self.outputs % HEIGHT else []
-        return (*whole, *rest)
-
-    def ring_rows(self, stride: int | None = None) -> int:
-        """Of the matrix, in shared memory, `stride` from slot to slot (None: a tile's); products of the last slot may
-        read on behind it."""
-        stride = stride or self.outputs
-        return self.stages * stride + max(HEIGHT - stride, 0)
-
-    @property
-    def width(self) -> int:
-        """Outputs in shared memory, in whole 128 bytes."""
-        return -(-self.outputs // HEIGHT) * HEIGHT
-
-    def shared_bytes(self, rows: int) -> int:
-        """With results of four bytes."""
-        rows = padded(rows)
-        ring = 2 * self.depth * (self.ring_rows() + self.stages * rows)
-        sums = 4 * max(self.warpgroups - 1, 1) * len(self.firsts) * HEIGHT * rows
-        return ring + sums + 4 * rows * self.width
-
-
-def tile_outputs(outputs: int, blocks: int, choices: int = 1) -> int:
-    """The tile whose busiest block has least to read, its group of x's rows with each tile; of several, the highest."""
-
-    def busiest(height: int) -> int:
-        return -(-choices * -(-outputs // height) // blocks) * (height + GROUP)
-
-    return min(range(GROUP, min(HIGHEST, outputs) + 1, GROUP), key=lambda height: (busiest(height), -height))
-
-
-def default_tiling(
-    rows: int,
-    outputs: int,
-    choices: int = 1,
-    *,
-    blocks: int = MULTIPROCESSORS,
-    shared_bytes: int = SHARED_BYTES,
-    slot_bytes: int = SLOT_BYTES,
-    warpgroups: int = 1,
-) -> Tiling:
-    """Tiles that load all blocks alike, and as many steps on their way as shared memory has room for.
-
-    Args:
-        choices: matrices of so many outputs.
-        shared_bytes: of a block.
-        slot_bytes: of a step of the matrix, about; no step is longer than 256 inputs.
-    """
-    tile = tile_outputs(outputs, blocks, choices)
-    depth = 64 * min(max(slot_bytes // (tile * 128), 1), 4)
-    one, two = (Tiling(tile, depth, n, warpgroups, blocks).shared_bytes(rows) for n in (1, 2))
-    stages = 1 + (shared_bytes - one) // (two - one)
-    return Tiling(tile, depth, max(stages // warpgroups, 2) * warpgroups, warpgroups, blocks)
 
 
 def pattern(inputs: int) -> int:
@@ -136,15 +48,13 @@ class Shared:
 class Product:
     """The static part of a product, and what a kernel does for it.
 
-    Steps are numbered through all tiles of a block, and through all products that share a ring: a step's slot is its
-    number modulo the stages.
+    Steps are numbered through all tiles of a block: a step's slot is its number modulo the stages.
 
     Attributes:
         rows: of x that a tile is multiplied with.
         choices: matrices of so many outputs; tiles are counted through all of them.
         blocks: that the launch has.
         interpreted: run by the interpreter, which knows no patterns.
-        stride: rows of the ring from slot to slot; None: those of a tile.
     """
 
     rows: int
@@ -155,7 +65,6 @@ class Product:
     blocks: int
     interpreted: bool
     choices: int = 1
-    stride: int | None = None
 
     @property
     def parts(self) -> int:
@@ -197,10 +106,6 @@ class Product:
     def tiled(self) -> plgpu.TilingTransform:
         return plgpu.TilingTransform((GROUP, self.wide))
 
-    @property
-    def slot_rows(self) -> int:
-        return self.stride or self.cut.outputs
-
     # Rows of x, of which there may be less than 8, go into groups of 8: the copy knows the group as rows of the swizzle
     # pattern, which may be cut anywhere, the product as tiles.
     def x_type(self) -> Any:
@@ -211,9 +116,7 @@ class Product:
         return plgpu.SMEM(shape, self.dtype, transforms=(self.swizzle,))
 
     def w_type(self) -> Any:
-        return plgpu.SMEM(
-            (self.cut.ring_rows(self.stride), self.cut.depth), self.dtype, transforms=(self.tiled, self.swizzle)
-        )
+        return plgpu.SMEM((self.cut.ring_rows, self.cut.depth), self.dtype, transforms=(self.tiled, self.swizzle))
 
     def sums_type(self) -> Any:
         cut = self.cut
@@ -260,7 +163,7 @@ class Product:
         tile, depth = self.cut.outputs, self.cut.depth
         plgpu.copy_gmem_to_smem(
             matrix.at[pl.ds(self.first_output(number), tile), pl.ds(k * depth, depth)],
-            shared.w.at[pl.ds(slot * self.slot_rows, tile)],
+            shared.w.at[pl.ds(slot * tile, tile)],
             shared.full.at[slot],
         )
 
@@ -325,7 +228,7 @@ class Product:
                 slot = self.slot_of(step)
                 plgpu.barrier_wait(shared.full.at[slot])
                 for start, total in zip(cut.firsts, totals, strict=True):
-                    w = shared.w.at[pl.ds(slot * self.slot_rows + start, HEIGHT)]
+                    w = shared.w.at[pl.ds(slot * cut.outputs + start, HEIGHT)]
                     plgpu.wgmma(total, w, self._x_step(shared, slot))
                 plgpu.wgmma_wait(len(totals))  # the turn before has been read
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from nemotron_jax.layers.linear import project
 from pallas_kernels import selection
-from pallas_kernels.matvec import chosen_matvec, matvec, mosaic_gpu, shapes, supported
+from pallas_kernels.matvec import chosen_matvec, matvec, mosaic_gpu, shapes, supported, tiling
 from tests.gpu.decode_kernel_checks import error, poison
 from tests.gpu.loops import checked, microseconds, shown
 
@@ -56,7 +56,7 @@ def compare(found, wanted) -> float:
 
 
 def check(
-    seed, rows, outputs, inputs, *, dtype="bfloat16", out_dtype=None, squared_relu=False, tiling=None, repeats=3
+    seed, rows, outputs, inputs, *, dtype="bfloat16", out_dtype=None, squared_relu=False, cut=None, repeats=3
 ) -> float:
     """One shape: the kernel's error relative to the product in float32.
 
@@ -70,10 +70,10 @@ def check(
     if squared_relu:
         wanted = jnp.square(jax.nn.relu(wanted.astype(jnp.float32))).astype(out)
     options = dict(out_dtype=out, squared_relu=squared_relu)
-    if tiling is None:
+    if cut is None:
         kernel = jax.jit(lambda x, w: matvec(x, w, **options, implementation="mosaic_gpu"))
     else:
-        kernel = jax.jit(lambda x, w: mosaic_gpu.matvec(x, w, **options, tiling=tiling))
+        kernel = jax.jit(lambda x, w: mosaic_gpu.matvec(x, w, **options, tiling=cut))
     first = None
     for _ in range(repeats):
         poison()
@@ -140,12 +140,15 @@ def edges() -> Iterator[tuple[tuple[int, int, int], dict]]:
     yield (8, 3136, 2560), {}  # and all steps whole
     yield (8, 33800, 1040), {"out_dtype": "float32"}
     yield (16, 4096, 4096), {}
+    yield (12, 4096, 21504), {}
+    yield (24, 18560, 4096), {}
+    yield (32, 21504, 4096), {"squared_relu": True}
     yield (33, 4104, 1056), {"out_dtype": "float32"}
     yield (64, 2688, 4096), {}
-    for tiling in tilings(5, 4096):
-        yield (5, 4096, 2048), {"tiling": tiling}
-    for tiling in tilings(2, 131072):
-        yield (2, 131072, 512), {"tiling": tiling, "out_dtype": "float32"}
+    for cut in tilings(5, 4096):
+        yield (5, 4096, 2048), {"cut": cut}
+    for cut in tilings(2, 131072):
+        yield (2, 131072, 512), {"cut": cut, "out_dtype": "float32"}
 
 
 def released(rows: tuple[int, ...] = (1, 5, 8, 2)) -> Iterator[tuple[int, int, int]]:
@@ -157,11 +160,11 @@ def released(rows: tuple[int, ...] = (1, 5, 8, 2)) -> Iterator[tuple[int, int, i
                 yield n, *size
 
 
-def tilings(rows: int, outputs: int) -> list[mosaic_gpu.Tiling]:
+def tilings(rows: int, outputs: int) -> list[tiling.Tiling]:
     """To compare: the default one; two warpgroups; a shorter ring; longer and shorter steps; two blocks on a
     multiprocessor.
     """
-    make = mosaic_gpu.default_tiling
+    make = tiling.default_tiling
     usual = make(rows, outputs)
     found = [
         usual,
@@ -169,13 +172,12 @@ def tilings(rows: int, outputs: int) -> list[mosaic_gpu.Tiling]:
         make(rows, outputs, shared_bytes=112 * 1024),
         make(rows, outputs, slot_bytes=32 * 1024),
         make(rows, outputs, slot_bytes=8 * 1024),
-        make(rows, outputs, blocks=2 * mosaic_gpu.MULTIPROCESSORS, shared_bytes=110 * 1024),
+        make(rows, outputs, blocks=2 * tiling.MULTIPROCESSORS, shared_bytes=110 * 1024),
     ]
-    return list(dict.fromkeys(t for t in found if t.shared_bytes(rows) <= mosaic_gpu.SHARED_BYTES))
+    return list(dict.fromkeys(t for t in found if t.shared_bytes(rows) <= tiling.SHARED_BYTES))
 
 
-def name_of(tiling: mosaic_gpu.Tiling) -> str:
-    t = tiling
+def name_of(t: tiling.Tiling) -> str:
     return f"{t.outputs}x{t.depth} stages {t.stages} warpgroups {t.warpgroups} blocks {t.blocks}"
 
 
@@ -216,9 +218,9 @@ def timings(names, ranks, rows, every_tiling: bool) -> Iterator[dict]:
         if size is None or supported(rows=rows, outputs=size[0], inputs=size[1], dtype="bfloat16"):
             continue
         empty = 0.0
-        cuts = tilings(rows, size[0]) if every_tiling else [mosaic_gpu.default_tiling(rows, size[0])]
+        cuts = tilings(rows, size[0]) if every_tiling else [tiling.default_tiling(rows, size[0])]
         for cut in (nothing, xla, *cuts):
-            if isinstance(cut, mosaic_gpu.Tiling):
+            if isinstance(cut, tiling.Tiling):
 
                 def call(x, w, cut=cut):
                     return mosaic_gpu.matvec(x, w, out_dtype=x.dtype, tiling=cut)

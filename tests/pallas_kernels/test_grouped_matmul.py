@@ -155,7 +155,7 @@ WHOLE = ShardingRules.from_dict({"experts": "tensor", "expert_mlp": None})
     "setting, preset, tensor, rules, tokens, kernels",
     [
         ("none", "nemotron-3-nano-30b-a3b", 1, None, 512, 0),
-        ("auto", "nemotron-3-nano-30b-a3b", 1, None, 512, 1),  # the head alone, not before it was measured
+        ("auto", "nemotron-3-nano-30b-a3b", 1, None, 512, 3),  # and the head
         ("grouped_matmul", "nemotron-3-nano-30b-a3b", 1, None, 512, 2),
         ("grouped_matmul", "nemotron-3-nano-30b-a3b", 1, None, 1, 0),
         ("grouped_matmul", "nemotron-3-nano-30b-a3b", 8, None, 512, 0),  # slices of 232

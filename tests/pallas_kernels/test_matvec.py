@@ -14,13 +14,13 @@ from nemotron_jax import NemotronH, NemotronHConfig, step, targets
 from nemotron_jax.cache import Rows
 from nemotron_jax.layers import linear
 from pallas_kernels import Unsupported, selection
-from pallas_kernels.matvec import api, chosen_matvec, declined, matvec, mosaic_gpu, reference, shapes, supported
+from pallas_kernels.matvec import api, chosen_matvec, declined, matvec, mosaic_gpu, reference, shapes, supported, tiling
 from tests import tiny
 from tests.gpu import matvec_checks as checks
 from tests.pallas_kernels.absent import traced_for
 from tests.pallas_kernels.interpreter import interpreter, races_found
 
-Tiling = mosaic_gpu.Tiling
+Tiling = tiling.Tiling
 
 
 def test_reference_against_float64(count_case):
@@ -42,13 +42,13 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.parametrize("shape, dtype, out, tiling", INTERPRETED)
-def test_kernel_in_the_interpreter(shape, dtype, out, tiling, count_case):
+@pytest.mark.parametrize("shape, dtype, out, cut", INTERPRETED)
+def test_kernel_in_the_interpreter(shape, dtype, out, cut, count_case):
     x, w = checks.problem(1, *shape, dtype)
     out = jnp.dtype(out or dtype)
     wanted = reference.matvec(x.astype(jnp.float32), w.astype(jnp.float32), out_dtype=jnp.float32).astype(out)
     with interpreter() as interpret:
-        found = mosaic_gpu.matvec(x, w, out_dtype=out, tiling=tiling, interpret=interpret)
+        found = mosaic_gpu.matvec(x, w, out_dtype=out, tiling=cut, interpret=interpret)
     checks.compare(found, wanted)
     count_case()
 
@@ -61,12 +61,12 @@ def test_no_number_stays_in_its_row():
     assert np.isfinite(np.asarray(y, np.float32)).all(1).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("tiling", [Tiling(64, 64, 3, 1, 2), Tiling(96, 64, 4, 2, 1)])
-def test_no_races_in_the_interpreter(tiling, count_case):
+@pytest.mark.parametrize("cut", [Tiling(64, 64, 3, 1, 2), Tiling(96, 64, 4, 2, 1)])
+def test_no_races_in_the_interpreter(cut, count_case):
     """Where no tile is moved back and none is lower than a product: those read or write twice on purpose."""
     x, w = checks.problem(2, 3, 192, 256)
     with interpreter(detect_races=True) as interpret:
-        found = mosaic_gpu.matvec(x, w, out_dtype=x.dtype, tiling=tiling, interpret=interpret)
+        found = mosaic_gpu.matvec(x, w, out_dtype=x.dtype, tiling=cut, interpret=interpret)
         assert not races_found()
     wanted = reference.matvec(x.astype(jnp.float32), w.astype(jnp.float32), out_dtype=jnp.float32).astype(x.dtype)
     checks.compare(found, wanted)
@@ -93,12 +93,12 @@ def choice_problem(shape, each, dtype="bfloat16"):
     return jnp.asarray(x, dtype), jnp.asarray(w, dtype), jnp.asarray(chosen)
 
 
-@pytest.mark.parametrize("shape, each, squared, tiling", CHOICES)
-def test_chosen_matrices_in_the_interpreter(shape, each, squared, tiling, count_case):
+@pytest.mark.parametrize("shape, each, squared, cut", CHOICES)
+def test_chosen_matrices_in_the_interpreter(shape, each, squared, cut, count_case):
     x, w, chosen = choice_problem(shape, each)
     with interpreter() as interpret:
         found = mosaic_gpu.matvec(
-            x.reshape(-1, x.shape[-1]), w, chosen.reshape(-1), out_dtype=x.dtype, squared_relu=squared, tiling=tiling,
+            x.reshape(-1, x.shape[-1]), w, chosen.reshape(-1), out_dtype=x.dtype, squared_relu=squared, tiling=cut,
             interpret=interpret,
         ).reshape(*chosen.shape, -1)  # fmt: skip
     for row, choice in np.ndindex(chosen.shape):
@@ -149,10 +149,10 @@ def test_cuts_fit_and_load_all_blocks_alike(count_case):
     for name, ranks in CUTS:
         outputs, _ = shapes.of_rank(name, ranks)
         for rows in (1, 8, 16, 64):
-            cut = mosaic_gpu.default_tiling(rows, outputs)
-            assert cut.shared_bytes(rows) <= mosaic_gpu.SHARED_BYTES and cut.stages >= 2
-            assert cut.outputs % 8 == 0 and cut.outputs <= mosaic_gpu.HIGHEST
-            covered = {i for first in cut.firsts for i in range(first, first + mosaic_gpu.HEIGHT)}
+            cut = tiling.default_tiling(rows, outputs)
+            assert cut.shared_bytes(rows) <= tiling.SHARED_BYTES and cut.stages >= 2
+            assert cut.outputs % 8 == 0 and cut.outputs <= tiling.HIGHEST
+            covered = {i for first in cut.firsts for i in range(first, first + tiling.HEIGHT)}
             assert covered >= set(range(cut.outputs))
             busiest = math.ceil(math.ceil(outputs / cut.outputs) / cut.blocks) * cut.outputs
             assert busiest <= 1.03 * outputs / cut.blocks + 8
@@ -183,8 +183,8 @@ def test_narrow_patterns_lower(count_case):
 def test_every_tiling_that_is_timed_lowers(count_case):
     for rows, outputs in ((1, 18560), (8, 4096)):
         operands = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((rows, 1024), (outputs, 1024))]
-        for tiling in checks.tilings(rows, outputs):
-            call = jax.jit(functools.partial(mosaic_gpu.matvec, out_dtype=jnp.bfloat16, tiling=tiling))
+        for cut in checks.tilings(rows, outputs):
+            call = jax.jit(functools.partial(mosaic_gpu.matvec, out_dtype=jnp.bfloat16, tiling=cut))
             assert call.trace(*operands).lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu_v2") == 1
             count_case()
 
@@ -256,18 +256,22 @@ def test_faults_at_once_and_refusals():
 
 
 @pytest.mark.parametrize(
-    "setting, rows, reason",
+    "setting, rows, outputs, reason",
     [
-        ("matvec", 8, None),
-        ("matvec", 9, "at most 8 rows"),
-        ("auto", 1, None),
-        ("grouped_matmul", 1, "switched off"),
-        ("none", 1, "switched off"),
+        ("matvec", 8, 2688, None),
+        ("matvec", 9, 2688, "pays up to 8 rows"),  # tiles of 24 outputs
+        ("matvec", 16, 4096, None),
+        ("matvec", 17, 4096, "twice as many outputs"),
+        ("matvec", 32, 18560, None),
+        ("matvec", 33, 18560, "there are 33"),
+        ("auto", 1, 4096, None),
+        ("grouped_matmul", 1, 4096, "switched off"),
+        ("none", 1, 4096, "switched off"),
     ],
 )
-def test_the_choice(setting, rows, reason):
+def test_the_choice(setting, rows, outputs, reason):
     with traced_for(setting):
-        found = declined(rows=rows, outputs=4096, inputs=4096, dtype="bfloat16")
+        found = declined(rows=rows, outputs=outputs, inputs=4096, dtype="bfloat16")
     assert found is None if reason is None else reason in found
 
 
@@ -312,9 +316,9 @@ def test_a_tiny_models_decode_through_the_kernel_in_the_interpreter(monkeypatch,
 
         def call(x, w, *, out_dtype, squared_relu, implementation):
             calls.append(w.shape)
-            tiling = mosaic_gpu.default_tiling(len(x), len(w), blocks=2)
+            cut = tiling.default_tiling(len(x), len(w), blocks=2)
             return mosaic_gpu.matvec(
-                x, w, out_dtype=jnp.dtype(out_dtype), squared_relu=squared_relu, tiling=tiling, interpret=interpret
+                x, w, out_dtype=jnp.dtype(out_dtype), squared_relu=squared_relu, tiling=cut, interpret=interpret
             )
 
         monkeypatch.setattr(linear.matvec, "declined", supported)
@@ -327,7 +331,14 @@ def test_a_tiny_models_decode_through_the_kernel_in_the_interpreter(monkeypatch,
 
 @pytest.mark.parametrize(
     "setting, tensor, rows, kernels",
-    [("none", 1, 1, 0), ("matvec", 1, 1, 7), ("matvec", 1, 16, 0), ("matvec", 8, 2, 7)],
+    [
+        ("none", 1, 1, 0),
+        ("matvec", 1, 1, 7),
+        ("matvec", 1, 16, 7),
+        ("matvec", 1, 32, 3),
+        ("matvec", 1, 33, 0),
+        ("matvec", 8, 2, 7),
+    ],
 )
 def test_a_models_decode_step_for_absent_h200(setting, tensor, rows, kernels, count_case):
     """Layers of equal shapes share one lowered function, so the program's text has each matrix's kernel once."""

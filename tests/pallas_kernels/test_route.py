@@ -143,11 +143,11 @@ def test_what_shapes_the_kernel_serves():
         (dict(k=65), "1 to 64"),
     ]:
         assert word in supported(**(dict(experts=128, k=6) | change))
-    with traced_for("auto,route"):
+    with traced_for("auto"):
         assert declined(rows=64, experts=128, k=6) is None
         assert "pays for" in declined(rows=65, experts=128, k=6)
-    with traced_for("auto"):
-        assert "switched off" in declined(rows=1, experts=128, k=6)  # it has not been measured
+    with traced_for("matvec"):
+        assert "switched off" in declined(rows=1, experts=128, k=6)
 
 
 def test_faults_at_once_and_refusals():
