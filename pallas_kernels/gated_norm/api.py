@@ -16,6 +16,8 @@ FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32
 FEWEST_ROWS = 16  # no tile of the kernel has more
 LANE_VALUES = 4  # neighbours that a thread reads at once
 WIDEST = 2048  # a row of a group lies in the registers of a warp
+# One H200, 8,192 tokens of 1,024 channels: 18 us in XLA and 30 in the kernel; 4,096 tokens of 4,096 channels: 59 and 48.
+AUTOMATIC_CHANNELS = 4096
 
 
 def supported(
@@ -51,6 +53,8 @@ def declined(y: jax.Array, packed: jax.Array, *, groups: int, start: int = 0) ->
         groups, start: as in `gated_norm`.
     """
     reason = supported(**_shapes(y, packed, groups, start))
+    if reason is None and selection.automatic() and y.shape[-1] < AUTOMATIC_CHANNELS:
+        reason = f"pays from {AUTOMATIC_CHANNELS} channels on; there are {y.shape[-1]}"
     return selection.declined("gated_norm", f"gated_norm, {y.shape} in {groups} groups", reason)
 
 

@@ -115,10 +115,18 @@ def test_faults_at_once_and_refusals():
 
 
 @pytest.mark.parametrize(
-    "setting, reason", [("gated_norm", None), ("auto", None), ("grouped_matmul", "switched off"), ("none", "off")]
+    "setting, name, reason",
+    [
+        ("gated_norm", "nemotron-h-8b", None),
+        ("auto", "nemotron-h-8b", None),
+        ("auto", "nemotron-h-8b, 8 ranks", "pays from 4096 channels"),
+        ("gated_norm", "nemotron-h-8b, 8 ranks", None),
+        ("grouped_matmul", "nemotron-h-8b", "switched off"),
+        ("none", "nemotron-h-8b", "off"),
+    ],
 )
-def test_the_choice(setting, reason):
-    y, packed, _ = types(shapes.SHAPES["nemotron-h-8b"], 1, 4096)
+def test_the_choice(setting, name, reason):
+    y, packed, _ = types(shapes.SHAPES[name], 1, 4096)
     with traced_for(setting):
-        found = declined(y, packed, groups=8)
+        found = declined(y, packed, groups=shapes.SHAPES[name][1])
     assert found is None if reason is None else reason in found
