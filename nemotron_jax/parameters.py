@@ -1,11 +1,8 @@
-"""From rows of named tensors to sharded arrays: each device gets only what its rank holds. Also random values."""
+"""From rows of named tensors to sharded arrays: each device gets only what its rank holds."""
 
 import dataclasses
-import functools
-import itertools
 import math
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -101,34 +98,12 @@ def section_shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     return {name: (*layout.shape[: layout.dim], n, *layout.shape[layout.dim + 1 :]) for name, n in rows.items()}
 
 
-def local_values(layout: Layout, rank: int, read: Reader, dtype: Any) -> Any:
+def local_values(layout: Layout, rank: int, read: Reader, dtype: Any) -> np.ndarray:
     """What ``rank`` holds of a parameter: its rows of every section, one after the other, cast to ``dtype``."""
-    values = [(piece, read(*piece[:5]).astype(dtype)) for piece in pieces(layout, rank)]
-    if len(values) == 1 and values[0][1].shape == layout.local_shape:
-        return values[0][1]
-    if not any(isinstance(value, jax.Array) for _, value in values):
-        out = np.zeros(layout.local_shape, dtype)
-        for piece, value in values:
-            out[piece.index] = value
-        return out
-    return _joined(layout, rank, values, dtype)
-
-
-def _joined(layout: Layout, rank: int, values: list[tuple[Piece, jax.Array]], dtype: Any) -> jax.Array:
-    """Values made on a device, put one after the other there."""
-    parts: list[jax.Array] = []
-    of = iter(values)
-    for s in layout.sections:
-        start, stop = s.rows(rank, layout.ranks)
-        if stop > start and stacked(s):
-            parts.append(
-                jnp.stack([v for _, v in itertools.islice(of, stop - start if layout.dim == 0 else layout.shape[0])])
-            )
-        elif stop > start:
-            parts.append(next(of)[1])
-        if missing := s.width() - (stop - start):
-            parts.append(jnp.zeros((*layout.shape[: layout.dim], missing, *layout.shape[layout.dim + 1 :]), dtype))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=layout.dim)
+    out = np.zeros(layout.local_shape, dtype)
+    for piece in pieces(layout, rank):
+        out[piece.index] = read(*piece[:5]).astype(dtype)
+    return out
 
 
 def device_ranks(mesh: Mesh) -> dict[jax.Device, int]:
@@ -193,9 +168,8 @@ def _place(layout: Layout, mesh: Mesh, values: dict[int, Any], by_rank: dict[int
 
 def _one_by_one(layout: Layout, dtype: Any, mesh: Mesh, read: Reader, done: Callable[[int], None]) -> jax.Array:
     by_rank, values = _devices_by_rank(layout, mesh), {}
-    for r, devices in by_rank.items():
-        with jax.default_device(devices[0]):
-            values[r] = local_values(layout, r, read, dtype)
+    for r in by_rank:
+        values[r] = local_values(layout, r, read, dtype)
         done(values[r].nbytes)
     return _place(layout, mesh, values, by_rank)
 
@@ -303,63 +277,3 @@ def aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     raw = np.empty(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + size].view(dtype).reshape(shape)
-
-
-# Tensors up to this many elements are drawn on the host: compiling a draw per shape and device costs more.
-SMALL = 1 << 22
-
-
-def random_reader(seed: int) -> Reader:
-    """Random values as a :class:`Reader`: they depend on the seed, the tensor's name and the place in it alone.
-
-    Every cut sees the same model. Projections are normal with variance 1 / fan_in; A_log, dt_bias, D, norms and router
-    biases get values that trained models have. Large tensors are made row by row on the device that holds them, small
-    ones on the host.
-    """
-
-    def read(tensor: str, shape: tuple[int, ...], dim: int, start: int, stop: int) -> np.ndarray | jax.Array:
-        name = zlib.crc32(tensor.encode()) & 0x7FFFFFFF
-        fan_in = shape[-1] if len(shape) > 1 else 1
-        if math.prod(shape) <= SMALL:
-            generator = np.random.default_rng((seed, name))
-            draw = generator.random if _kind(tensor) in UNIFORM else generator.standard_normal
-            values = _scaled(draw(shape, np.float32), _kind(tensor), fan_in, np)
-            return values[(slice(None),) * dim + (slice(start, stop),)]
-        key = jax.random.fold_in(jax.random.key(seed), name)
-        others = tuple(n for i, n in enumerate(shape) if i != dim)
-        return _random_rows(key, start, stop - start, others, dim, fan_in, _kind(tensor))
-
-    return read
-
-
-UNIFORM = ("A_log", "dt_bias")
-
-
-def _kind(tensor: str) -> str:
-    """Which range of values a tensor has in trained models."""
-    owner, leaf = tensor.rsplit(".", 2)[-2:]
-    if leaf in ("A_log", "dt_bias"):
-        return leaf
-    if leaf == "D" or owner in ("norm", "norm_f", "enorm", "hnorm", "final_layernorm"):
-        return "scale"
-    if leaf in ("bias", "e_score_correction_bias"):
-        return "bias"
-    return "embedding" if owner == "embeddings" else "projection"
-
-
-def _scaled(values, kind, fan_in, xp):
-    if kind == "A_log":  # A in [-16, -1]
-        return xp.log(1.0 + 15.0 * values)
-    if kind == "dt_bias":  # softplus(dt_bias) log-uniform in [1e-3, 0.1]
-        dt = xp.exp(math.log(1e-3) + values * math.log(100.0))
-        return dt + xp.log(-xp.expm1(-dt))
-    if kind == "scale":
-        return 1.0 + 0.1 * values
-    return values * {"bias": 0.1, "embedding": 0.5, "projection": fan_in**-0.5}[kind]
-
-
-@functools.partial(jax.jit, static_argnames=("rows", "others", "dim", "fan_in", "kind"))
-def _random_rows(key, start, rows, others, dim, fan_in, kind):
-    draw = jax.random.uniform if kind in UNIFORM else jax.random.normal
-    values = jax.vmap(lambda i: draw(jax.random.fold_in(key, i), others))(start + jnp.arange(rows))
-    return jnp.moveaxis(_scaled(values, kind, fan_in, jnp), 0, dim)

@@ -24,7 +24,8 @@ from nemotron_jax.cache import AttentionCache, Cache, CacheShapes, allocate, cac
 from nemotron_jax.config import NemotronHConfig
 from nemotron_jax.layers.linear import Weight
 from nemotron_jax.model import HiddenStates, Network, draft, forward, forward_mtp
-from nemotron_jax.parameters import Reader, assemble, random_reader
+from nemotron_jax.parameters import Reader, assemble
+from nemotron_jax.random_weights import random_weights
 from nemotron_jax.sharding import DATA, TENSOR, Axis, Layout, ShardingRules, axis_size, check_degree, make_mesh
 from pallas_kernels import selection
 from pallas_kernels.allreduce_rms_norm import flags_state_specs, make_flags_state, peers_reachable
@@ -174,10 +175,10 @@ class NemotronH:
         self.folder: Path | None = (
             None  # of the checkpoint: its tokenizer and generation_config.json are beside the weights
         )
-        if reader is None and rngs is not None:
-            reader = random_reader(_seed(rngs))
         if reader is not None:
             self.fill(reader, progress)
+        elif rngs is not None:
+            self.weights = random_weights(self.parameters, self.mesh, _seed(rngs), progress)
 
     def fill(self, reader: Reader, progress: Callable[[int], None] = lambda bytes_read: None) -> None:
         """Give every parameter its values; each device gets only its rank's rows."""

@@ -8,7 +8,7 @@ import pytest
 import nemotron_jax
 from nemotron_jax import NemotronH, NemotronHConfig, make_mesh
 from nemotron_jax.generation import Generator
-from nemotron_jax.parameters import random_reader
+from nemotron_jax.random_weights import random_reader
 from nemotron_jax.weights.huggingface import Checkpoint
 from tests import tiny
 from tests.conftest import TINY
