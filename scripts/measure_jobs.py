@@ -19,12 +19,18 @@ MODELS = {
     "12b": "nemotron-nano-12b-v2",
     "47b": "nemotron-h-47b",
     "nano3": "nemotron-3-nano-30b-a3b",
+    "super": "nemotron-3-super-120b-a12b",
 }
-SMALL = {name: "tests/data/tiny/dense_tied/hf" for name in MODELS} | {"nano3": "tests/data/tiny/moe_nano/hf"}
+# In a dry run. All of them can be cut over eight devices.
+SMALL = {name: "tests/data/tiny/dense_g8_kv4/hf" for name in MODELS} | {
+    "nano3": "tests/data/tiny/moe_nano/hf",
+    "super": "tests/data/tiny/moe_latent_super/hf",
+}
 # No autotuning: small models compile faster, and no rank waits for what another one has found out.
 QUICK_COMPILE = {"XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_shard_autotuning=false"}
 # XLA has its own all-reduce kernel for small messages; with none allowed they go through NCCL.
 NCCL_PSUM = {"XLA_FLAGS": "--xla_gpu_experimental_use_collective_kernels="}
+COUNTS = (2, 4, 8)  # GPUs of the lists for several
 DRY_BENCH = "--context 16 --steps 2 4 --repeats 1 --batch 1 --dtype float32"
 DRY_KERNELS = "--batch 1 --tokens 16 --steps 8 16 --repeats 1 --dtype float32"
 DRY_PREFILL = "--tokens 16 --repeats 1 --dtype float32"
@@ -63,7 +69,7 @@ class Setting:
             "shared_gpu": "--cpu" if self.dry else nccl,
             "two_ranks": launch("0,0"),
             "four_ranks": launch("0,0,0,0"),
-            "two_gpus": launch("0,1"),
+            **{f"{n}_gpus": launch(",".join(map(str, range(n)))) for n in COUNTS},
         }
         return {key: value.replace("{python}", sys.executable) for key, value in words.items()} | {
             "python": shlex.quote(sys.executable)
@@ -93,6 +99,7 @@ class Job:
       env: environment variables.
       stdout: its standard output is the result; otherwise it writes {json} itself, or has only a log.
       needs_nccl: skipped where an older NCCL is installed and none was given.
+      devices: of one process, in a dry run.
     """
 
     name: str
@@ -104,6 +111,7 @@ class Job:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stdout: bool = False
     needs_nccl: bool = False
+    devices: int = 2
 
     def arguments(self, setting: Setting) -> list[str]:
         text = self.command + (f" {self.dry}" if setting.dry else "")
@@ -121,7 +129,9 @@ class Job:
             env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = (
                 "1"  # of the CPU's code generator: nearly all of the time is compiling
             )
-            env["JAX_NUM_CPU_DEVICES"] = "1" if "launch_local" in " ".join(self.arguments(setting)) else "2"
+            env["JAX_NUM_CPU_DEVICES"] = (
+                "1" if "launch_local" in " ".join(self.arguments(setting)) else str(self.devices)
+            )
         return env | dict(self.env)
 
     def missing(self, setting: Setting) -> str:
@@ -165,50 +175,43 @@ BEFORE_MATVEC = "mamba_step,rms_norm,decode_attention"  # what else "auto" is in
 WHOLE = "{python} tests/gpu/model_checks.py --out {json}"
 CALLS = "scripts/bench_allreduce_rms_norm.py --out {json}"
 DRY_CALLS = "--variants none,psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192"
-ONE_GPU = [
-    *[
+
+
+def parts(name: str, about: str, program: str, count: int, seconds: int, dry: str = "--small") -> list[Job]:
+    """All checks of a program in so many jobs, and no times."""
+    return [
         Job(
-            f"matvec_checks_{i}", f"the products of a decode step against plain ones, half {i} of them", 110, 160,
-            f"{{python}} -m tests.gpu.matvec_checks --part {i}/2 --seconds 140", "--help",
+            f"{name}_{i}",
+            f"{about}, part {i} of {count}",
+            seconds + 10,
+            seconds + 60,
+            f"{{python}} -m tests.gpu.{program} --part {i}/{count} --seconds {seconds} --out {{json}}",
+            dry,
         )
-        for i in (1, 2)
-    ],
+        for i in range(1, count + 1)
+    ]
+
+
+ONE_GPU = [
     Job(
-        "route_checks", "a router behind its matrix product against plain JAX, and its times", 65, 120,
-        "{python} -m tests.gpu.route_checks --seconds 60 --out {json}", "--small",
-    ),
-    bench(
-        "decode_nano3", "Nano-3 30B-A3B, batch 1", 100,
-        f"decode {{nano3}} --kernels none {BEFORE_MATVEC} auto auto,route {FIVE}",
-    ),
-    bench(
-        "prefill_nano3", "Nano-3, 8k", 95,
-        "prefill {nano3} --kernels none auto auto,grouped_matmul --tokens 8192 --repeats 5", DRY_PREFILL,
-    ),
-    bench(
-        "decode_8b_batches", "8B, batch 8, 32, 128", 100, f"decode {{8b}} --kernels none auto --batch 8 32 128 {FIVE}"
-    ),
-    Job(
-        "attention_checks", "prefill attention's kernel against its reference, and its times", 60, 110,
-        "{python} -m tests.gpu.prefill_attention_checks --seconds 55 --out {json}", "--small",
-    ),
-    Job(
-        "around_scan_checks", "convolution and gated norm of a prefill against their references, and their times", 55,
-        100, "{python} -m tests.gpu.mamba_prefill_checks --seconds 50 --out {json}", "--small",
-    ),
-    Job(
-        "prefill_checks", "the chunk scan's kernel against its reference, and its times", 75, 120,
-        "{python} -m tests.gpu.prefill_kernel_checks --seconds 60 --out {json}", "--small",
-    ),
-    Job(
-        "grouped_checks", "the experts' matrix product against plain forms", 45, 90,
-        "{python} -m tests.gpu.grouped_matmul_checks --seconds 40", "--help",
-    ),
-    Job(
-        "kernel_checks", "kernels of a decode step against their references, and their times", 80, 130,
-        "{python} -m tests.gpu.decode_kernel_checks --seconds 70 --out {json}", "--help",
+        "kernel_checks", "kernels of a decode step against their references, and their times", 110, 160,
+        "{python} -m tests.gpu.decode_kernel_checks --seconds 100 --out {json}", "--help",
     ),
     bench("decode_9b", "Nano-9B-v2, batch 1", 55, f"decode {{9b}} --kernels none auto {FIVE}"),
+    bench(
+        "decode_8b_batches", "8B, batch 8 to 128", 160, f"decode {{8b}} --kernels none auto --batch 8 16 32 128 {FIVE}"
+    ),
+    Job(
+        "experts", "Nano-3's routed experts, every implementation", 60, 100,
+        "{python} scripts/bench_experts.py --shapes nano --tokens 16,64,8,512,1,8192 --seconds 50 --out {json}",
+        "--shapes tiny --tokens 1 --ceiling 256",
+    ),
+    *parts("prefill_checks", "the chunk scan's kernel against its reference", "prefill_kernel_checks", 4, 50),
+    *parts("attention_checks", "prefill attention's kernel against its reference", "prefill_attention_checks", 3, 50),
+    Job(
+        "route_checks", "a router behind its matrix product against plain JAX, and its times", 100, 160,
+        "{python} -m tests.gpu.route_checks --seconds 90 --out {json}", "--small",
+    ),
     bench("decode_47b", "47B, batch 1", 80, f"decode {{47b}} --kernels none auto {FIVE}"),
     Job(
         "peers_8b", "transformers and mamba_ssm at the 8B's shapes, same machine", 100, 170,
@@ -233,10 +236,32 @@ ONE_GPU = [
         "kernels_8b", "the 8B's operations one by one", 75,
         "kernels {8b} --batch 1 32 --steps 64 512 --tokens 8192", DRY_KERNELS,
     ),
+    bench(
+        "decode_nano3", "Nano-3 30B-A3B, batch 1", 100, f"decode {{nano3}} --kernels none {BEFORE_MATVEC} auto {FIVE}"
+    ),
+    bench(
+        "prefill_nano3", "Nano-3, 8k", 70, "prefill {nano3} --kernels none auto --tokens 8192 --repeats 5", DRY_PREFILL
+    ),
+    *parts("matvec_checks", "the products of a decode step against plain ones", "matvec_checks", 2, 140, "--help"),
     Job(
-        "experts", "Nano-3's routed experts, every implementation", 60, 100,
-        "{python} scripts/bench_experts.py --shapes nano --tokens 1,8,64,512,8192 --seconds 50 --out {json}",
-        "--shapes tiny --tokens 1 --ceiling 256",
+        "matvec_times", "the products of a decode step in several tilings", 150, 200,
+        "{python} -m tests.gpu.matvec_checks --seconds 140 --out {json}", "--help",
+    ),
+    Job(
+        "attention_times", "prefill attention's kernel in five forms", 110, 160,
+        "{python} -m tests.gpu.prefill_attention_checks --seconds 100 --out {json}", "--small",
+    ),
+    Job(
+        "scan_times", "the chunk scan's kernel at five models' shapes", 110, 160,
+        "{python} -m tests.gpu.prefill_kernel_checks --seconds 100 --out {json}", "--small",
+    ),
+    Job(
+        "around_scan_checks", "convolution and gated norm of a prefill against their references, and their times", 55,
+        100, "{python} -m tests.gpu.mamba_prefill_checks --seconds 50 --out {json}", "--small",
+    ),
+    Job(
+        "grouped_checks", "the experts' matrix product against plain forms", 25, 60,
+        "{python} -m tests.gpu.grouped_matmul_checks --part 1/1 --seconds 40 --out {json}", "--help",
     ),
     Job(
         "profile_decode_8b", "every kernel of the 8B's decode step, by time", 40, 80,
@@ -321,70 +346,94 @@ RANKS = [
     ),
 ]  # fmt: skip
 
-TP2 = "--tensor-parallel 2"
-PLANS = "--plans none all/one_shot all/flags auto"
-TWO_GPUS = [
-    Job(
-        "selftest", "devices, links, every all-reduce against float64", 30, 70,
-        "{python} -m nemotron_jax selftest --json", "--repeats 2", stdout=True,
-    ),
-    bench("decode_47b", "47B, batch 1", 120,
-          f"decode {{47b}} {TP2} --skip-plain --kernels auto --plans none auto {FIVE}"),
-    bench("decode_8b", "8B, batch 1, every plan", 95, f"decode {{8b}} {TP2} {PLANS} --repeats 8", ceilings=True),
-    Job(
-        "calls_rows", "microseconds per call at the other row lengths", 60, 110,
-        f"{{python}} {CALLS} --tokens 1,64,512,4096 --hidden 2688,8192 --per-iteration 8 --watchdog 100 "
-        "--variants none,norm,psum,gather,one_shot,two_shot,flags", DRY_CALLS,
-    ),
-    bench("decode_9b", "Nano-9B-v2, batch 1", 95, f"decode {{9b}} {TP2} --plans none auto {FIVE}"),
-    bench("decode_8b_nccl", "8B, psum through NCCL", 155, f"decode {{8b}} {TP2} --plans none --batch 1 8 64 {FIVE}",
-          env=NCCL_PSUM),
-    bench("decode_nano3", "Nano-3, batch 1", 105, f"decode {{nano3}} {TP2} --plans none auto {FIVE}"),
-    Job(
-        "pytest_gpu", "a part of the tests that need two GPUs", 60, 120,
-        "{python} -m pytest -q -p no:cacheprovider --gpu --thin 40 tests/gpu/test_allreduce_rms_norm.py",
-        "--collect-only",
-    ),
-    bench("decode_8b_batches", "8B, batch 8 and 64", 155, f"decode {{8b}} {TP2} {PLANS} --batch 8 64 {FIVE}"),
-    bench("prefill_8b", "8B, 8k", 60, f"prefill {{8b}} {TP2} --plans none all/one_shot auto --repeats 5", DRY_PREFILL),
-    Job(
-        "models", "one process: both trained models, every plan = stored = unfused", 45, 140,
-        f"{WHOLE} --quick --plans none all/one_shot all/two_shot all/flags --watchdog 130 "
-        "--models tiny-nemotron-h tiny-nemotron-3 moe_nano",
-        "--models dense_tied --plans none all/gather", QUICK_COMPILE,
-    ),
-    Job(
-        "kernels", "every all-reduce kernel for real, one process for both GPUs", 70, 120,
-        "{python} tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 110",
-        "--implementations gather --tokens 1 --hidden 192 --match values",
-    ),
-    Job(
-        "kernels_processes", "the same, one process per GPU", 50, 120,
-        "{two_gpus} --join -- tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 105",
-        "--implementations gather --tokens 1 --hidden 192 --match values", needs_nccl=True,
-    ),
-    Job(
-        "models_processes", "one process per GPU: the same models", 45, 140,
-        f"{{two_gpus}} -- {WHOLE} --quick {SHARED} --watchdog 125 --models tiny-nemotron-h tiny-nemotron-3",
-        "--models dense_tied --plans none all/gather", QUICK_COMPILE, needs_nccl=True,
-    ),
-    Job(
-        "segments_8b", "pieces that a fused decode step is cut into", 45, 90,
-        f"{{python}} scripts/graph_segments.py {{8b}} {TP2} --plans none all/one_shot all/flags --out {{json}}",
-    ),
-    Job(
-        "calls", "microseconds per call, and what a call of one_shot is made of", 105, 140,
-        f"{{python}} {CALLS} --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 --watchdog 130 "
-        "--variants none,norm,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot,flags", DRY_CALLS,
-    ),
-    Job(
-        "calls_nccl", "microseconds per call of psum through NCCL", 25, 80,
-        f"{{python}} {CALLS} --tokens 1,8,64,512,4096 --hidden 4096 --per-iteration 8 --watchdog 70 "
-        "--variants none,psum --label psum_nccl", DRY_CALLS, NCCL_PSUM,
-    ),
-]  # fmt: skip
 
-LISTS: dict[str, list[Job]] = {"one-gpu": ONE_GPU, "ranks": RANKS, "two-gpus": TWO_GPUS}
+def several_gpus(count: int) -> list[Job]:
+    """What is measured on so many GPUs, the most valuable first."""
+    cut = f"--tensor-parallel {count}"
+    plans = "--plans none all/one_shot all/flags auto"
+    processes = f"{{{count}_gpus}}"
+    whole_dry = "--models dense_g8_kv4 --plans none all/gather"
+    kernels_dry = "--implementations gather --tokens 1 --hidden 192 --match values"
+    calls = f"{{python}} {CALLS} --per-iteration 8"
+    jobs = [
+        Job(
+            "selftest", "devices, links, every all-reduce against float64", 30, 70,
+            "{python} -m nemotron_jax selftest --json", "--repeats 2", stdout=True,
+        ),
+        bench("decode_8b", "8B, batch 1, every plan", 95, f"decode {{8b}} {cut} {plans} --repeats 8", ceilings=True),
+        Job(
+            "calls", "microseconds per call, and what a call of one_shot is made of", 105, 140,
+            f"{calls} --tokens 1,8,64,512,4096 --hidden 4096 --watchdog 130 "
+            "--variants none,norm,psum,gather,one_shot,one_shot-exit,one_shot-exit-entry,two_shot,flags", DRY_CALLS,
+        ),
+        Job(
+            "kernels", "every all-reduce kernel for real, one process for all GPUs", 70, 120,
+            "{python} tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 110", kernels_dry,
+        ),
+        Job(
+            "models", "one process: both trained models, every plan = stored = unfused", 45, 140,
+            f"{WHOLE} --quick --plans none all/one_shot all/two_shot all/flags --watchdog 130 "
+            "--models tiny-nemotron-h tiny-nemotron-3 moe_nano moe_latent_super", whole_dry, QUICK_COMPILE,
+        ),
+        bench("decode_8b_nccl", "8B, psum through NCCL", 155, f"decode {{8b}} {cut} --plans none --batch 1 8 64 {FIVE}",
+              env=NCCL_PSUM),
+        Job(
+            "calls_nccl", "microseconds per call of psum through NCCL", 25, 80,
+            f"{calls} --tokens 1,8,64,512,4096 --hidden 4096 --watchdog 70 --variants none,psum --label psum_nccl",
+            DRY_CALLS, NCCL_PSUM,
+        ),
+        bench("decode_nano3", "Nano-3, batch 1", 105, f"decode {{nano3}} {cut} --plans none auto {FIVE}"),
+        bench("decode_9b", "Nano-9B-v2, batch 1", 95, f"decode {{9b}} {cut} --plans none auto {FIVE}"),
+        bench("decode_47b", "47B, batch 1", 200,
+              f"decode {{47b}} {cut} --skip-plain --kernels auto --plans none auto {FIVE}"),
+        Job(
+            "calls_rows", "microseconds per call at the other row lengths", 60, 110,
+            f"{calls} --tokens 1,64,512,4096 --hidden 2688,8192 --watchdog 100 "
+            "--variants none,norm,psum,gather,one_shot,two_shot,flags", DRY_CALLS,
+        ),
+        bench("decode_8b_batches", "8B, batch 8 and 64", 155, f"decode {{8b}} {cut} {plans} --batch 8 64 {FIVE}"),
+        bench("prefill_8b", "8B, 8k", 60, f"prefill {{8b}} {cut} --plans none all/one_shot auto --repeats 5",
+              DRY_PREFILL),
+        Job(
+            "kernels_processes", "the all-reduce kernels, one process per GPU", 50, 120,
+            f"{processes} --join -- tests/gpu/allreduce_checks.py --quick --tokens 1,133 --hidden 3136 --watchdog 105",
+            kernels_dry, needs_nccl=True,
+        ),
+        Job(
+            "models_processes", "one process per GPU: both trained models", 45, 140,
+            f"{processes} -- {WHOLE} --quick {SHARED} --watchdog 125 --models tiny-nemotron-h tiny-nemotron-3",
+            whole_dry, QUICK_COMPILE, needs_nccl=True,
+        ),
+        Job(
+            "segments_8b", "pieces that a fused decode step is cut into", 45, 90,
+            f"{{python}} scripts/graph_segments.py {{8b}} {cut} --plans none all/one_shot all/flags --out {{json}}",
+        ),
+        Job(
+            "pytest_gpu", "a part of the tests that need several GPUs", 60, 120,
+            "{python} -m pytest -q -p no:cacheprovider --gpu --thin 40 tests/gpu/test_allreduce_rms_norm.py",
+            "--collect-only",
+        ),
+    ]  # fmt: skip
+    if count > 2:  # its 241 GB of weights need two GPUs without room for anything else
+        jobs.append(
+            bench(
+                "decode_super",
+                "Super 120B-A12B, batch 1",
+                200,
+                f"decode {{super}} {cut} --skip-plain --kernels auto --plans none auto {FIVE}",
+            )
+        )
+    else:  # those that have not been measured since what they time changed
+        first = ("selftest", "calls_rows", "decode_9b", "decode_8b", "decode_47b", "decode_nano3", "decode_8b_nccl")
+        jobs.sort(key=lambda job: first.index(job.name) if job.name in first else len(first))
+    return [dataclasses.replace(job, devices=count) for job in jobs]
+
+
+LISTS: dict[str, list[Job]] = {
+    "one-gpu": ONE_GPU,
+    "ranks": RANKS,
+    **{f"{name}-gpus": several_gpus(n) for name, n in zip(("two", "four", "eight"), COUNTS, strict=True)},
+}
 
 
 def key_figure(result: Path, log: Path) -> str:

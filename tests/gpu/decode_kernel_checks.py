@@ -6,11 +6,7 @@ Memory is filled with NaN before each kernel, inputs are new each time, and each
 find results that move.
 """
 
-import argparse
-import faulthandler
 import functools
-import json
-import time
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +19,8 @@ from pallas_kernels import rms_norm, selection
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention import shapes as attention_shapes
 from pallas_kernels.mamba_step import mamba_step, mosaic_gpu, shapes
-from tests.gpu.loops import checked, microseconds, shown
+from tests.gpu.loops import microseconds
+from tests.gpu.program import Program
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-6}
 LIMIT = (0.001, float("inf"))
@@ -307,62 +304,50 @@ MAMBA_TIMES: list[tuple[str, int, tuple[int, ...]]] = [
 ATTENTION_TIMES = [(slots, rows) for slots in (2048, 32768) for rows in (1, 8, 32)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--out")
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.seconds + 30, exit=True)
-    begin = time.monotonic()
-    rows, failed = [], 0
-    head = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-
-    def say(row):
-        rows.append(row)
-        print(f"{time.monotonic() - begin:5.1f}s {row}", flush=True)
-        if args.out:
-            with open(args.out, "w") as file:
-                json.dump(head | {"rows": rows}, file, indent=1)
-
-    use, todo = functools.partial, []
+def checks():
+    """What `Program.check` takes, from the cheapest to the dearest of each kernel."""
+    use = functools.partial
     for seed, (shape, n, dtype, state_dtype, options) in enumerate(cases()):
-        about = {"mamba_step": shape, "rows": n, "dtype": dtype}
-        todo.append((about, use(check_mamba_step, seed, shape, n, dtype, state_dtype, **options)))
+        row = {"check": "mamba_step", "shape": shape, "rows": n, "dtype": dtype}
+        yield "mamba_step", row, "error", use(check_mamba_step, seed, shape, n, dtype, state_dtype, **options)
     for seed, (n, hidden) in enumerate(((1, 4096), (3, 2688), (64, 8192), (2, 200))):
-        about = {"rms_norm": hidden, "rows": n}
-        todo.append((about, use(check_rms_norm, seed, n, hidden, "bfloat16", ("bfloat16", "float32")[seed % 2])))
+        row = {"check": "rms_norm", "hidden": hidden, "rows": n}
+        call = use(check_rms_norm, seed, n, hidden, "bfloat16", ("bfloat16", "float32")[seed % 2])
+        yield "rms_norm", row, "error", call
     for seed, (heads, slots, lengths, options) in enumerate(attention_cases()):
-        about = {"decode_attention": heads, "slots": slots, "rows": len(lengths)}
-        todo.append((about, use(check_decode_attention, seed, heads, slots, lengths, **options)))
-    for number, found in checked([check for _, check in todo], begin + args.seconds / 2):
-        failed += isinstance(found, Exception)
-        say(todo[number][0] | {"error": "not run, no time" if found is None else shown(found)})
-    if time.monotonic() - begin < args.seconds:
-        (_, found), *_ = checked([check_beyond_32_bits], begin + args.seconds)
-        failed += isinstance(found, Exception)
-        say({"decode_attention": "beyond 2 ** 31 elements", "error": shown(found)})
+        row = {"check": "decode_attention", "heads": heads, "slots": slots, "rows": len(lengths)}
+        yield "decode_attention", row, "error", use(check_decode_attention, seed, heads, slots, lengths, **options)
+    row = {"check": "decode_attention", "cache": "beyond 2 ** 31 elements"}
+    yield "decode_attention", row, "error", check_beyond_32_bits
+
+
+def times():
+    """(row, form -> microseconds, forms, bytes that are moved), what matters most first."""
+    for name, n, blocks in MAMBA_TIMES:
+        shape, layers = shapes.SHAPES[name], 8 if n <= 8 else 3
+        row = {"time": "mamba_step", "shape": name, "rows": n}
+        call = functools.partial(time_mamba_step, shape, n, layers=layers)
+        yield row, call, ("mosaic_gpu", "reference", *blocks), mamba_bytes(shape, n)
+    for name in ("nemotron-h-8b", "nemotron-3-nano-30b-a3b"):
+        heads = attention_shapes.SHAPES[name]
+        for slots, n in ATTENTION_TIMES:
+            row = {"time": "decode_attention", "shape": name, "rows": n, "slots": slots}
+            call = functools.partial(time_decode_attention, heads, n, slots)
+            yield row, call, ("mosaic_gpu", "plain"), attention_bytes(heads, n, slots)
+
+
+def main() -> None:
+    program = Program(__doc__, little=False)
+    program.check(list(checks()))
     with selection.use("auto"):
-        for name, n, blocks in MAMBA_TIMES:
-            if time.monotonic() - begin > args.seconds:
-                break
-            shape = shapes.SHAPES[name]
-            layers = 8 if n <= 8 else 3
-            us = {str(i): time_mamba_step(shape, n, i, layers) for i in ("mosaic_gpu", "reference", *blocks)}
-            say({"time": name, "rows": n, "us": us, "tb_per_s": mamba_bytes(shape, n) / us["mosaic_gpu"] / 1e6})
-        table = ["| KV heads | context | batch | plain us | kernel us | kernel TB/s |", "|---|---|---|---|---|---|"]
-        for name in ("nemotron-h-8b", "nemotron-3-nano-30b-a3b"):
-            heads = attention_shapes.SHAPES[name]
-            for slots, n in ATTENTION_TIMES:
-                if time.monotonic() - begin > args.seconds:
-                    break
-                us = {i: time_decode_attention(heads, n, slots, i) for i in ("mosaic_gpu", "plain")}
-                rate = attention_bytes(heads, n, slots) / us["mosaic_gpu"] / 1e6
-                say({"time": f"decode_attention, {name}", "slots": slots, "rows": n, "us": us, "tb_per_s": rate})
-                cells = (heads[1], slots, n, f"{us['plain']:.1f}", f"{us['mosaic_gpu']:.1f}", f"{rate:.2f}")
-                table.append("| " + " | ".join(map(str, cells)) + " |")
-    print("\n".join(table))
-    print("FAILED" if failed else "all right", failed)
-    raise SystemExit(bool(failed))
+        for row, call, forms, size in times():
+            if program.late(1):
+                program.say({"left out": "timings"} | row)
+                continue
+            us = {str(form): program.tried(row["time"], call, form) for form in forms}
+            found = us["mosaic_gpu"]
+            program.say(row | {"us": us, "tb_per_s": size / found / 1e6 if isinstance(found, float) else None})
+    program.end()
 
 
 if __name__ == "__main__":

@@ -6,10 +6,7 @@ Padding and unused tiles hold NaN and so do matrices that no tile names: what re
 repeated on equal inputs, with NaN left in memory before, to find results that move. Times: scripts/bench_experts.py.
 """
 
-import argparse
-import faulthandler
 import functools
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +16,7 @@ from nemotron_jax.layers.experts import expert_sum, kernel_fault
 from pallas_kernels import selection
 from pallas_kernels.grouped_matmul import grouped_matmul, shapes
 from tests.gpu.decode_kernel_checks import error, poison
-from tests.gpu.loops import checked, shown
+from tests.gpu.program import Program
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3}
 
@@ -128,21 +125,16 @@ def expert_cases():
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60)
-    args = parser.parse_args()
-    faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
-    begin, failed = time.monotonic(), 0
-    todo = [(check, shape, options) for shape, options in cases()]
-    todo += [(check_experts, shape, {"tokens": tokens}) for shape, tokens in expert_cases()]
-    calls = [functools.partial(what, seed, shape, **options) for seed, (what, shape, options) in enumerate(todo)]
-    for number, found in checked(calls, begin + args.seconds):
-        what, shape, options = todo[number]
-        failed += found is None or isinstance(found, Exception)
-        text = "not run, no time" if found is None else f"{found:.1e}" if isinstance(found, float) else shown(found)
-        print(f"{time.monotonic() - begin:5.1f}s {what.__name__} {shape} {options} {text}", flush=True)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}:", "FAILED" if failed else "all right", failed)
-    raise SystemExit(bool(failed))
+    program = Program(__doc__, little=False)
+    todo = [("kernel", check, shape, options) for shape, options in cases()]
+    todo += [("experts", check_experts, shape, {"tokens": tokens}) for shape, tokens in expert_cases()]
+    program.check(
+        [
+            (name, {"check": name, "shape": shape, **options}, "error", functools.partial(what, seed, shape, **options))
+            for seed, (name, what, shape, options) in enumerate(todo)
+        ]
+    )
+    program.end()
 
 
 if __name__ == "__main__":

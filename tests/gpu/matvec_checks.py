@@ -7,11 +7,7 @@ NaN before each call and calls repeated on equal inputs to find results that mov
 over different matrices, more than the second-level cache holds, of the kernel's tilings beside XLA's product.
 """
 
-import argparse
-import faulthandler
 import functools
-import json
-import time
 from collections.abc import Iterator
 
 import jax
@@ -23,7 +19,8 @@ from nemotron_jax.layers.linear import project
 from pallas_kernels import selection
 from pallas_kernels.matvec import chosen_matvec, matvec, mosaic_gpu, shapes, supported, tiling
 from tests.gpu.decode_kernel_checks import error, poison
-from tests.gpu.loops import checked, microseconds, shown
+from tests.gpu.loops import microseconds
+from tests.gpu.program import Program
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-5}  # by the result's dtype
 STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
@@ -255,70 +252,35 @@ def plan() -> Iterator[tuple[tuple[str, ...], int, int, bool]]:
     yield eight, 1, 16, False
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--out", help="file for the times, a JSON object a line")
-    parser.add_argument(
-        "--part", default="1/1", metavar="I/N", help="every N-th check from the I-th, and no times: 2/2"
-    )
-    args = parser.parse_args()
-    part, parts = map(int, args.part.split("/"))
-    faulthandler.dump_traceback_later(args.seconds + 60, exit=True)
-    begin, failed, done = time.monotonic(), 0, 0
-
-    def spent():
-        return time.monotonic() - begin
-
-    todo = [(check, shape, options) for shape, options in edges()]
-    todo += [(check_project, shape, {}) for shape in ((1, 4096, 4096), (8, 2320, 4096))]
+def checks():
+    """What `Program.check` takes."""
+    todo = [("matvec", check, shape, options) for shape, options in edges()]
+    todo += [("project", check_project, shape, {}) for shape in ((1, 4096, 4096), (8, 2320, 4096))]
     todo += [
-        (check_chosen, (1, 6, 128, 1856, 2688), {"squared_relu": True}),
-        (check_chosen, (1, 6, 128, 2688, 1856), {}),
-        (check_chosen, (3, 6, 128, 2688, 928), {}),
-        (check_chosen, (2, 22, 64, 336, 1024), {"squared_relu": True}),
+        ("chosen", check_chosen, (1, 6, 128, 1856, 2688), {"squared_relu": True}),
+        ("chosen", check_chosen, (1, 6, 128, 2688, 1856), {}),
+        ("chosen", check_chosen, (3, 6, 128, 2688, 928), {}),
+        ("chosen", check_chosen, (2, 22, 64, 336, 1024), {"squared_relu": True}),
     ]
-    todo += [(check, shape, {}) for shape in released()]
-    todo = todo[part - 1 :: parts]
-    worst = 0.0
-    calls = [functools.partial(what, seed, *shape, **options) for seed, (what, shape, options) in enumerate(todo)]
-    for number, found in checked(calls, begin + args.seconds / (2 if parts == 1 else 1)):
-        what, shape, options = todo[number]
-        if isinstance(found, Exception):
-            failed += 1
-            print(f"{what.__name__} {shape} {options} {shown(found)}", flush=True)
-        elif found is not None:
-            worst = max(worst, found)
-        done += found is not None
-    if done < len(todo):
-        print(f"no time is left for them: {len(todo) - done} checks not run", flush=True)
-    print(f"{spent():5.1f}s {done} checks, {failed} failed, largest error {worst:.1e}", flush=True)
+    todo += [("matvec", check, shape, {}) for shape in released()]
+    for seed, (name, what, shape, options) in enumerate(todo):
+        row = {"check": name, "shape": shape} | {key: str(value) for key, value in options.items()}
+        yield name, row, "error", functools.partial(what, seed, *shape, **options)
+
+
+def main() -> None:
+    program = Program(__doc__, little=False)
+    program.check(list(checks()))
     seen = set()
-    for arguments in plan() if parts == 1 else ():
-        for row in timings(*arguments):
+    for arguments in plan():
+        for row in () if program.late(1) else timings(*arguments):
             key = (row["shape"], row["ranks"], row["rows"], row["implementation"])
-            if key in seen:
-                continue
+            if key not in seen:
+                program.say(row)
             seen.add(key)
-            found = row.get("problem") or (
-                f"{row['us']:8.2f} us {row['share']:6.1%}; without the loop {row['kernel_us']:8.2f} us"
-            )
-            print(
-                f"{spent():5.1f}s {row['shape']:19s} ranks {row['ranks']} rows {row['rows']} "
-                f"{row['outputs']}x{row['inputs']} {row['implementation']:55s} {found}",
-                flush=True,
-            )
-            if args.out:
-                with open(args.out, "a") as file:
-                    file.write(json.dumps(row) + "\n")
-            if spent() > args.seconds:
+            if program.late(1):
                 break
-        if spent() > args.seconds:
-            print("time is up", flush=True)
-            break
-    right = f"{done - failed} of {done} checks right, {len(todo) - done} not run"
-    print(f"{right} on {jax.devices()[0].device_kind}, jax {jax.__version__}", flush=True)
-    raise SystemExit(bool(failed))
+    program.end()
 
 
 if __name__ == "__main__":
