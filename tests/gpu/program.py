@@ -76,8 +76,9 @@ class Program:
             self.say({"left out": {f"checks of {name}": count for name, count in left_out.items()}})
 
     def end(self) -> NoReturn:
+        right = "all right" if self._ran == self._all else "none of those that ran failed"
         print(
-            f"FAILED: {'; '.join(sorted(self.failed))};" if self.failed else "all right,",
+            f"FAILED: {'; '.join(sorted(self.failed))};" if self.failed else f"{right},",
             f"{self._ran} of {self._all} checks ran,", self._head["device"], "jax", self._head["jax"],
         )  # fmt: skip
         raise SystemExit(bool(self.failed))
