@@ -149,7 +149,7 @@ def test_a_block_with_both_kernels_in_the_interpreter(valid, count_case, monkeyp
         monkeypatch.setattr(selection, "fault", lambda name: None if name in kernels else "not here")
         monkeypatch.setattr(typed, "causal_conv", run("causal_conv", mosaic_gpu.causal_conv))
         monkeypatch.setattr(norm_typed, "gated_norm", run("gated_norm", norm_kernel.gated_norm))
-        with jax.disable_jit():
+        with jax.disable_jit(), selection.use(",".join(kernels)):  # named, they are used at any size
             found = jax.block_until_ready(layer(u, cache, rows))
     assert calls == list(kernels)
     real = np.arange(20) < np.asarray(new)[:, None]
