@@ -177,26 +177,32 @@ CALLS = "scripts/bench_allreduce_rms_norm.py --out {json}"
 DRY_CALLS = "--variants none,psum,gather --loops 2,4 --repetitions 1 --tokens 1 --hidden 192"
 
 
-def parts(name: str, about: str, program: str, count: int, seconds: int, dry: str = "--small") -> list[Job]:
-    """All checks of a program in so many jobs, and no times."""
+def checks(name: str, about: str, program: str, seconds: int, parts: int = 1, dry: str = "--small") -> list[Job]:
+    """All checks of a program in so many jobs of so many seconds, and no times."""
     return [
         Job(
-            f"{name}_{i}",
-            f"{about}, part {i} of {count}",
+            f"{name}_checks_{i}" if parts > 1 else f"{name}_checks",
+            f"{about} against plain forms" + (f", part {i} of {parts}" if parts > 1 else ""),
             seconds + 10,
             seconds + 60,
-            f"{{python}} -m tests.gpu.{program} --part {i}/{count} --seconds {seconds} --out {{json}}",
+            f"{{python}} -m tests.gpu.{program} --part {i}/{parts} --seconds {seconds} --out {{json}}",
             dry,
         )
-        for i in range(1, count + 1)
+        for i in range(1, parts + 1)
     ]
 
 
+def times(name: str, about: str, program: str, seconds: int, dry: str = "--small") -> Job:
+    """The times of such a program, and no checks."""
+    command = f"{{python}} -m tests.gpu.{program} --times --seconds {seconds} --out {{json}}"
+    return Job(f"{name}_times", f"times of {about}", seconds + 10, seconds + 60, command, dry)
+
+
 ONE_GPU = [
-    Job(
-        "kernel_checks", "kernels of a decode step against their references, and their times", 110, 160,
-        "{python} -m tests.gpu.decode_kernel_checks --seconds 100 --out {json}", "--help",
-    ),
+    times("kernel", "kernels of a decode step", "decode_kernel_checks", 100, "--help"),
+    *checks("route", "a router behind its matrix product", "route_checks", 45, 2),
+    times("route", "a router behind its matrix product", "route_checks", 50),
+    *checks("kernel", "kernels of a decode step", "decode_kernel_checks", 60, dry="--help"),
     bench("decode_9b", "Nano-9B-v2, batch 1", 55, f"decode {{9b}} --kernels none auto {FIVE}"),
     bench(
         "decode_8b_batches", "8B, batch 8 to 128", 160, f"decode {{8b}} --kernels none auto --batch 8 16 32 128 {FIVE}"
@@ -206,12 +212,8 @@ ONE_GPU = [
         "{python} scripts/bench_experts.py --shapes nano --tokens 16,64,8,512,1,8192 --seconds 50 --out {json}",
         "--shapes tiny --tokens 1 --ceiling 256",
     ),
-    *parts("prefill_checks", "the chunk scan's kernel against its reference", "prefill_kernel_checks", 4, 50),
-    *parts("attention_checks", "prefill attention's kernel against its reference", "prefill_attention_checks", 3, 50),
-    Job(
-        "route_checks", "a router behind its matrix product against plain JAX, and its times", 100, 160,
-        "{python} -m tests.gpu.route_checks --seconds 90 --out {json}", "--small",
-    ),
+    *checks("scan", "the chunk scan's kernel", "prefill_kernel_checks", 60, 5),
+    *checks("attention", "prefill attention's kernel in five forms", "prefill_attention_checks", 60, 5),
     bench("decode_47b", "47B, batch 1", 80, f"decode {{47b}} --kernels none auto {FIVE}"),
     Job(
         "peers_8b", "transformers and mamba_ssm at the 8B's shapes, same machine", 100, 170,
@@ -236,33 +238,17 @@ ONE_GPU = [
         "kernels_8b", "the 8B's operations one by one", 75,
         "kernels {8b} --batch 1 32 --steps 64 512 --tokens 8192", DRY_KERNELS,
     ),
-    bench(
-        "decode_nano3", "Nano-3 30B-A3B, batch 1", 100, f"decode {{nano3}} --kernels none {BEFORE_MATVEC} auto {FIVE}"
-    ),
+    bench("decode_nano3", "Nano-3 30B-A3B, batch 1", 80, f"decode {{nano3}} --kernels none auto {FIVE}"),
     bench(
         "prefill_nano3", "Nano-3, 8k", 70, "prefill {nano3} --kernels none auto --tokens 8192 --repeats 5", DRY_PREFILL
     ),
-    *parts("matvec_checks", "the products of a decode step against plain ones", "matvec_checks", 2, 140, "--help"),
-    Job(
-        "matvec_times", "the products of a decode step in several tilings", 150, 200,
-        "{python} -m tests.gpu.matvec_checks --seconds 140 --out {json}", "--help",
-    ),
-    Job(
-        "attention_times", "prefill attention's kernel in five forms", 110, 160,
-        "{python} -m tests.gpu.prefill_attention_checks --seconds 100 --out {json}", "--small",
-    ),
-    Job(
-        "scan_times", "the chunk scan's kernel at five models' shapes", 110, 160,
-        "{python} -m tests.gpu.prefill_kernel_checks --seconds 100 --out {json}", "--small",
-    ),
-    Job(
-        "around_scan_checks", "convolution and gated norm of a prefill against their references, and their times", 55,
-        100, "{python} -m tests.gpu.mamba_prefill_checks --seconds 50 --out {json}", "--small",
-    ),
-    Job(
-        "grouped_checks", "the experts' matrix product against plain forms", 25, 60,
-        "{python} -m tests.gpu.grouped_matmul_checks --part 1/1 --seconds 40 --out {json}", "--help",
-    ),
+    *checks("matvec", "the products of a decode step", "matvec_checks", 140, 2, "--help"),
+    times("matvec", "the products of a decode step in several tilings", "matvec_checks", 140, "--help"),
+    times("attention", "prefill attention's kernel in five forms", "prefill_attention_checks", 100),
+    times("scan", "the chunk scan's kernel at five models' shapes", "prefill_kernel_checks", 100),
+    *checks("around_scan", "convolution and gated norm of a prefill", "mamba_prefill_checks", 60, 2),
+    times("around_scan", "convolution and gated norm of a prefill", "mamba_prefill_checks", 60),
+    *checks("grouped", "the experts' matrix product", "grouped_matmul_checks", 40, dry="--help"),
     Job(
         "profile_decode_8b", "every kernel of the 8B's decode step, by time", 40, 80,
         "{python} scripts/kernel_times.py decode {8b} --kernels none auto --out {json}", DRY_PROFILE,

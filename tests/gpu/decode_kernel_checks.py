@@ -7,6 +7,7 @@ find results that move.
 """
 
 import functools
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -304,52 +305,48 @@ MAMBA_TIMES: list[tuple[str, int, tuple[int, ...]]] = [
 ATTENTION_TIMES = [(slots, rows) for slots in (2048, 32768) for rows in (1, 8, 32)]
 
 
-def checks():
+def checks() -> Iterator[tuple]:
     """What `Program.check` takes, from the cheapest to the dearest of each kernel."""
     use = functools.partial
     for seed, (shape, n, dtype, state_dtype, options) in enumerate(cases()):
-        row = {"check": "mamba_step", "shape": shape, "rows": n, "dtype": dtype}
-        yield "mamba_step", row, "error", use(check_mamba_step, seed, shape, n, dtype, state_dtype, **options)
+        row = {"kernel": "mamba_step", "shape": shape, "form": "mosaic_gpu", "rows": n, "dtype": dtype}
+        yield row, use(check_mamba_step, seed, shape, n, dtype, state_dtype, **options)
     for seed, (n, hidden) in enumerate(((1, 4096), (3, 2688), (64, 8192), (2, 200))):
-        row = {"check": "rms_norm", "hidden": hidden, "rows": n}
-        call = use(check_rms_norm, seed, n, hidden, "bfloat16", ("bfloat16", "float32")[seed % 2])
-        yield "rms_norm", row, "error", call
+        row = {"kernel": "rms_norm", "shape": hidden, "form": "mosaic_gpu", "rows": n}
+        yield row, use(check_rms_norm, seed, n, hidden, "bfloat16", ("bfloat16", "float32")[seed % 2])
     for seed, (heads, slots, lengths, options) in enumerate(attention_cases()):
-        row = {"check": "decode_attention", "heads": heads, "slots": slots, "rows": len(lengths)}
-        yield "decode_attention", row, "error", use(check_decode_attention, seed, heads, slots, lengths, **options)
-    row = {"check": "decode_attention", "cache": "beyond 2 ** 31 elements"}
-    yield "decode_attention", row, "error", check_beyond_32_bits
+        row = {"kernel": "decode_attention", "shape": heads, "form": "mosaic_gpu", "rows": len(lengths), "slots": slots}
+        yield row, use(check_decode_attention, seed, heads, slots, lengths, **options)
+    row = {"kernel": "decode_attention", "shape": "a cache beyond 2 ** 31 elements", "form": "mosaic_gpu"}
+    yield row, check_beyond_32_bits
 
 
-def times():
-    """(row, form -> microseconds, forms, bytes that are moved), what matters most first."""
+def times() -> Iterator[tuple]:
+    """What `Program.time` takes, what matters most first."""
     for name, n, blocks in MAMBA_TIMES:
         shape, layers = shapes.SHAPES[name], 8 if n <= 8 else 3
-        row = {"time": "mamba_step", "shape": name, "rows": n}
+        row = {"kernel": "mamba_step", "shape": shape, "model": name, "rows": n}
         call = functools.partial(time_mamba_step, shape, n, layers=layers)
-        yield row, call, ("mosaic_gpu", "reference", *blocks), mamba_bytes(shape, n)
+        yield row, *timed(call, ("mosaic_gpu", "reference", *blocks), mamba_bytes(shape, n))
     for name in ("nemotron-h-8b", "nemotron-3-nano-30b-a3b"):
         heads = attention_shapes.SHAPES[name]
         for slots, n in ATTENTION_TIMES:
-            row = {"time": "decode_attention", "shape": name, "rows": n, "slots": slots}
+            row = {"kernel": "decode_attention", "shape": heads, "model": name, "rows": n, "slots": slots}
             call = functools.partial(time_decode_attention, heads, n, slots)
-            yield row, call, ("mosaic_gpu", "plain"), attention_bytes(heads, n, slots)
+            yield row, *timed(call, ("mosaic_gpu", "plain"), attention_bytes(heads, n, slots))
+
+
+def timed(call: Callable[..., float], forms: tuple, moved: int) -> tuple:
+    """A call for each form, and what its time means for the bytes that are moved."""
+    calls = {str(form): functools.partial(call, form) for form in forms}
+    return calls, lambda us: {"tb_per_s": moved / us / 1e6}
 
 
 def main() -> None:
-    program = Program(__doc__, little=False)
-    program.check(list(checks()))
+    program = Program(__doc__, lacks=("small",))
+    program.check(checks())
     with selection.use("auto"):
-        left_out = 0
-        for row, call, forms, size in times():
-            if program.late(1):
-                left_out += 1
-                continue
-            us = {str(form): program.tried(row["time"], call, form) for form in forms}
-            found = us["mosaic_gpu"]
-            program.say(row | {"us": us, "tb_per_s": size / found / 1e6 if isinstance(found, float) else None})
-        if left_out:
-            program.say({"left out": f"{left_out} timings"})
+        program.time(times())
     program.end()
 
 

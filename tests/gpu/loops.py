@@ -10,6 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+BYTES_PER_SECOND = 4.8e12  # of an H200's memory
+
+
+def interpreted(kernel: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+    """What a Mosaic GPU kernel gives where there is no GPU."""
+    from tests.pallas_kernels.interpreter import interpreter
+
+    with interpreter() as interpret:
+        return jax.block_until_ready(kernel(*operands, **options, interpret=interpret))
+
 
 def microseconds(
     body: Callable[[Any, Any], Any], carry: Any, loops: tuple[int, int], repeats: int, compiled: bool = True
@@ -70,5 +80,7 @@ def checked(checks: Sequence[Callable[[], Any]], until: float) -> Iterator[tuple
 
 
 def shown(found: Any) -> Any:
-    """A result as it is printed."""
-    return f"FAILED {type(found).__name__} {str(found)[:200]}" if isinstance(found, Exception) else found
+    """A result as it is printed, in one line."""
+    return (
+        f"FAILED {type(found).__name__} {' '.join(str(found).split())[:200]}" if isinstance(found, Exception) else found
+    )

@@ -9,6 +9,7 @@ anywhere, without a GPU the kernels in the interpreter: that shows that the prog
 """
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +24,13 @@ from pallas_kernels.gated_norm import mosaic_gpu as norm_kernel
 from pallas_kernels.gated_norm import shapes as norm_shapes
 from pallas_kernels.gated_norm.api import FEWEST_ROWS
 from tests.gpu.decode_kernel_checks import poison
-from tests.gpu.loops import microseconds
+from tests.gpu.loops import BYTES_PER_SECOND, interpreted, microseconds
 from tests.gpu.program import Program
 
 FORMS = ("reference", "mosaic_gpu")
 EPS = 1e-5
 RELATIVE = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 4e-6}  # two neighbours of a rounding
 ABSOLUTE = 2e-5
-BANDWIDTH = 4.8e12
 SMALL = {
     "gated_norm": {"small": (256, 2, 600), "small, groups of 192": (192, 1, 400)},
     "causal_conv": {"small": (128, 256, 400), "small, odd channels": (5, 150, 168)},
@@ -72,16 +72,9 @@ def form(what, name, shape):
     options = dict(groups=shape[1], eps=EPS) if what == "gated_norm" else dict(start=shape[0])
     if name == "mosaic_gpu" and jax.default_backend() != "gpu":
         kernel = norm_kernel.gated_norm if what == "gated_norm" else conv_kernel.causal_conv
-        return functools.partial(_interpreted, kernel, options)
+        return functools.partial(interpreted, kernel, **options)
     call = gated_norm if what == "gated_norm" else causal_conv
     return jax.jit(lambda *o: call(*o, **options, implementation=name))
-
-
-def _interpreted(kernel, options, *operands):
-    from tests.pallas_kernels.interpreter import interpreter
-
-    with interpreter() as interpret:
-        return jax.block_until_ready(kernel(*operands, **options, interpret=interpret))
 
 
 def compare(found, wanted) -> float:
@@ -124,7 +117,7 @@ def check(what, seed, shape, batch, tokens, repeats=3) -> float:
     return compare(first, wanted)
 
 
-def time_form(what, name, shape, batch, tokens, loops, repeats=5) -> float:
+def time_form(what, name, shape, batch, tokens, loops, repeats) -> float:
     """Microseconds of one call in a loop on the device, each call on what the one before has left."""
     operands = [jnp.nan_to_num(v) for v in problem(what, 0, shape, batch, tokens)]
     call = form(what, name, shape)
@@ -179,46 +172,30 @@ def timed(small: bool):
         yield what, "nemotron-h-8b, 8 ranks", shapes["nemotron-h-8b, 8 ranks"], 1, 8192
 
 
+def checks(small: bool) -> Iterator[tuple]:
+    """What `Program.check` takes."""
+    for seed, (what, name, shape, batch, tokens) in enumerate(cases(small)):
+        row = {"kernel": what, "shape": name, "form": "mosaic_gpu", "batch": batch, "tokens": tokens}
+        yield row, functools.partial(check, what, seed, shape, batch, tokens)
+
+
+def times(small: bool) -> Iterator[tuple]:
+    """What `Program.time` takes."""
+    loops = ((0, 1), 1) if small else ((8, 72), 5)
+    for what, name, shape, batch, tokens in timed(small):
+        forms = {form: functools.partial(time_form, what, form, shape, batch, tokens, *loops) for form in FORMS}
+        row = {"kernel": what, "shape": name, "batch": batch, "tokens": tokens}
+        yield row, forms, functools.partial(rates, moved_bytes(what, shape, batch, tokens))
+
+
+def rates(moved: int, us: float) -> dict[str, float]:
+    return {"tb_per_s": moved / us / 1e6, "floor_us": moved / BYTES_PER_SECOND * 1e6}
+
+
 def main() -> None:
     program = Program(__doc__)
-    small, failed = program.small, program.failed
-    program.check(
-        [
-            (
-                f"{what} of {name}",
-                {"check": what, "shape": name, "batch": batch, "tokens": tokens},
-                "differ",
-                functools.partial(check, what, seed, shape, batch, tokens),
-            )
-            for seed, (what, name, shape, batch, tokens) in enumerate(cases(small))
-        ]
-    )
-    table = []
-    for what, name, shape, batch, tokens in timed(small):
-        if program.late(1):
-            program.say({"left out": f"timings from {what}, {name}, {batch} x {tokens} on"})
-            break
-        moved, us, rate, fault = moved_bytes(what, shape, batch, tokens), {}, {}, f"{what} of {name}"
-        for which in FORMS:
-            arguments = what, which, shape, batch, tokens, (1, 2) if small else (8, 72), 2 if small else 5
-            wrong = which == "mosaic_gpu" and fault in failed
-            found = "failed" if wrong else program.tried(fault, time_form, *arguments)
-            us[which] = round(found, 1) if isinstance(found, float) else found
-            if isinstance(found, float):
-                rate[which] = round(moved / found / 1e6, 2)
-        row = {"time": what, "shape": name, "batch": batch, "tokens": tokens, "us": us, "tb_per_s": rate}
-        row["floor_us"] = round(moved / BANDWIDTH * 1e6, 1)
-        table.append(row)
-        program.say(row)
-    print(
-        f"\n| kernel | shape | batch x tokens | {' us | '.join(FORMS)} us | floor us | {' TB/s | '.join(FORMS)} TB/s |"
-    )
-    print(f"|{'---|' * (4 + 2 * len(FORMS))}")
-    for row in table:
-        cells = " | ".join(str(row["us"][which]) for which in FORMS)
-        rates = " | ".join(str(row["tb_per_s"].get(which, "")) for which in FORMS)
-        where = f"{row['time']} | {row['shape']} | {row['batch']} x {row['tokens']}"
-        print(f"| {where} | {cells} | {row['floor_us']} | {rates} |")
+    program.check(checks(program.small), "share that differs")
+    program.time(times(program.small))
     program.end()
 
 

@@ -19,12 +19,11 @@ from nemotron_jax.layers.linear import project
 from pallas_kernels import selection
 from pallas_kernels.matvec import chosen_matvec, matvec, mosaic_gpu, shapes, supported, tiling
 from tests.gpu.decode_kernel_checks import error, poison
-from tests.gpu.loops import microseconds
-from tests.gpu.program import Program
+from tests.gpu.loops import BYTES_PER_SECOND, microseconds
+from tests.gpu.program import LOOP_ALONE, Program
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 2e-5}  # by the result's dtype
 STEP = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 1e-4}
-BYTES_PER_SECOND = 4.8e12
 COPIES_BYTES = 400 << 20  # of different matrices that calls take turns on
 RANKS = (1, 2, 4, 8)
 
@@ -208,40 +207,15 @@ def xla(x, w):
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=x.dtype)
 
 
-def timings(names, ranks, rows, every_tiling: bool) -> Iterator[dict]:
-    """Rows of the table; at each shape the loop without a product and XLA's come first."""
-    for name in names:
-        size = shapes.of_rank(name, ranks)
-        if size is None or supported(rows=rows, outputs=size[0], inputs=size[1], dtype="bfloat16"):
-            continue
-        empty = 0.0
-        cuts = tilings(rows, size[0]) if every_tiling else [tiling.default_tiling(rows, size[0])]
-        for cut in (nothing, xla, *cuts):
-            if isinstance(cut, tiling.Tiling):
-
-                def call(x, w, cut=cut):
-                    return mosaic_gpu.matvec(x, w, out_dtype=x.dtype, tiling=cut)
-
-            else:
-                call = cut
-            row = dict(shape=name, ranks=ranks, rows=rows, outputs=size[0], inputs=size[1])
-            row["implementation"] = cut.__name__ if call is cut else name_of(cut)
-            try:
-                row["us"] = time_call(call, rows, *size)
-                empty = row["us"] if call is nothing else empty
-                row["share"] = size[0] * size[1] * 2 / row["us"] * 1e6 / BYTES_PER_SECOND
-                # without what the loop itself takes: about what a profiler says of the kernel alone
-                row["kernel_us"] = row["us"] - empty
-            except Exception as e:  # a tiling that fails leaves the others their rows
-                row["problem"] = f"{type(e).__name__} {str(e)[:150]}"
-            yield row
+def tiled(x, w, cut: tiling.Tiling):
+    return mosaic_gpu.matvec(x, w, out_dtype=x.dtype, tiling=cut)
 
 
 def plan() -> Iterator[tuple[tuple[str, ...], int, int, bool]]:
-    """Arguments of `timings`, what matters most first."""
+    """(names, ranks, rows, whether in every tiling), what matters most first; what comes again is timed once."""
     eight = tuple(n for n in shapes.SHAPES if n.startswith("8b"))
     yield ("8b in_proj", "8b down", "8b o"), 1, 1, True
-    yield tuple(n for n in eight if n not in ("8b in_proj", "8b down", "8b o")), 1, 1, False
+    yield eight, 1, 1, False
     yield ("8b in_proj", "8b down"), 8, 1, True
     yield eight, 8, 1, False
     yield eight, 4, 1, False
@@ -252,7 +226,7 @@ def plan() -> Iterator[tuple[tuple[str, ...], int, int, bool]]:
     yield eight, 1, 16, False
 
 
-def checks():
+def checks() -> Iterator[tuple]:
     """What `Program.check` takes."""
     todo = [("matvec", check, shape, options) for shape, options in edges()]
     todo += [("project", check_project, shape, {}) for shape in ((1, 4096, 4096), (8, 2320, 4096))]
@@ -263,23 +237,38 @@ def checks():
         ("chosen", check_chosen, (2, 22, 64, 336, 1024), {"squared_relu": True}),
     ]
     todo += [("matvec", check, shape, {}) for shape in released()]
-    for seed, (name, what, shape, options) in enumerate(todo):
-        row = {"check": name, "shape": shape} | {key: str(value) for key, value in options.items()}
-        yield name, row, "error", functools.partial(what, seed, *shape, **options)
+    for seed, (kernel, what, (rows, *shape), options) in enumerate(todo):
+        cut = options.get("cut") or tiling.default_tiling(rows, shape[-2])
+        row = {"kernel": kernel, "shape": tuple(shape), "form": name_of(cut) if kernel == "matvec" else "mosaic_gpu"}
+        row |= {"rows": rows} | {key: str(value) for key, value in options.items() if key != "cut"}
+        yield row, functools.partial(what, seed, rows, *shape, **options)
+
+
+def times() -> Iterator[tuple]:
+    """What `Program.time` takes. A kernel's time without the loop is about what a profiler says of it."""
+    seen = set()
+    for names, ranks, rows, every_tiling in plan():
+        for name in names:
+            size, case = shapes.of_rank(name, ranks), (name, ranks, rows)
+            if case in seen or size is None:
+                continue
+            seen.add(case)
+            outputs, inputs = size
+            if supported(rows=rows, outputs=outputs, inputs=inputs, dtype="bfloat16") is not None:
+                continue
+            calls = {LOOP_ALONE: nothing, "xla": xla}
+            for cut in tilings(rows, outputs) if every_tiling else [tiling.default_tiling(rows, outputs)]:
+                calls[name_of(cut)] = functools.partial(tiled, cut=cut)
+            forms = {form: functools.partial(time_call, call, rows, *size) for form, call in calls.items()}
+            row = {"kernel": "matvec", "shape": size, "matrix": name, "ranks": ranks, "rows": rows}
+            floor_us = 2 * outputs * inputs / BYTES_PER_SECOND * 1e6
+            yield row, forms, lambda us, floor_us=floor_us: {"share": floor_us / us}
 
 
 def main() -> None:
-    program = Program(__doc__, little=False)
-    program.check(list(checks()))
-    seen = set()
-    for arguments in plan():
-        for row in () if program.late(1) else timings(*arguments):
-            key = (row["shape"], row["ranks"], row["rows"], row["implementation"])
-            if key not in seen:
-                program.say(row)
-            seen.add(key)
-            if program.late(1):
-                break
+    program = Program(__doc__, lacks=("small",))
+    program.check(checks())
+    program.time(times())
     program.end()
 
 

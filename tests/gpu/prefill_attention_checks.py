@@ -9,6 +9,7 @@ anywhere, without a GPU the kernel in the interpreter: that shows that the progr
 """
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from nemotron_jax.cache import Rows
 from nemotron_jax.layers.attention import attend
 from pallas_kernels.prefill_attention import mosaic_gpu, prefill_attention, reference, shapes
 from tests.gpu.decode_kernel_checks import error, poison
-from tests.gpu.loops import microseconds
+from tests.gpu.loops import interpreted, microseconds
 from tests.gpu.program import Program
 
 BOUND = {"bfloat16": 4e-3, "float16": 1e-3}  # weights are rounded once and the result once
@@ -95,13 +96,8 @@ def form(name: str, q_heads: int, clean: bool = False):
 
 
 def _interpreted(q, k, v, start, new, *, q_heads, tiling):
-    from tests.pallas_kernels.interpreter import interpreter
-
     v = jnp.where((jnp.arange(v.shape[1]) < (start + new)[:, None])[:, :, None, None], v, 0)
-    with interpreter() as interpret:
-        return jax.block_until_ready(
-            mosaic_gpu.prefill_attention(q, k, v, start, new, q_heads=q_heads, tiling=tiling, interpret=interpret)
-        )
+    return interpreted(mosaic_gpu.prefill_attention, q, k, v, start, new, q_heads=q_heads, tiling=tiling)
 
 
 def compare(found, wanted, new, dtype) -> dict:
@@ -190,14 +186,14 @@ def cases(small: bool):
 
 
 def timed(small: bool):
-    """(name, tokens, start)."""
+    """(heads, tokens, start)."""
     if small:
-        yield "small", 150, 100
+        yield (2, 1), 150, 100
         return
     names = ("nemotron-h-8b", "nemotron-3-nano-30b-a3b", "nemotron-nano-9b-v2")
     for tokens, start in ((8192, 0), (4096, 4096), (4096, 28672)):
         for name in names:
-            yield name, tokens, start
+            yield shapes.SHAPES[name], tokens, start
 
 
 def flop(heads, tokens, start, head_dim=128) -> int:
@@ -221,49 +217,34 @@ def time_form(name, heads, tokens, start, loops, repeats) -> float:
     return found
 
 
+def checks(small: bool) -> Iterator[tuple]:
+    """What `Program.check` takes."""
+    for form in ("kernel",) if small else TILINGS:
+        for seed, (heads, tokens, slots, start, new, options) in enumerate(cases(small)):
+            row = {"kernel": "prefill_attention", "shape": heads, "form": form, "tokens": tokens, "slots": slots}
+            call = functools.partial(check, seed, form, heads, tokens, slots, start, new, **options)
+            yield row | {"start": start}, call
+    if not small:
+        row = {"kernel": "prefill_attention", "shape": "a cache beyond 2 ** 31 elements", "form": "kernel"}
+        yield row, check_beyond_32_bits
+
+
+def times(small: bool) -> Iterator[tuple]:
+    """What `Program.time` takes."""
+    for heads, tokens, start in timed(small):
+        forms = {}
+        for form in ("xla", *(("kernel",) if small else TILINGS)):
+            loops = ((0, 1), 1) if small else ((1, 4), 4) if form == "xla" else ((3, 15), 4)
+            forms[form] = functools.partial(time_form, form, heads, tokens, start, *loops)
+        row = {"kernel": "prefill_attention", "shape": heads, "tokens": tokens, "start": start}
+        work = flop(heads, tokens, start)
+        yield row, forms, lambda us, work=work: {"tflop_per_s": work / us / 1e6}
+
+
 def main() -> None:
     program = Program(__doc__)
-    small = program.small
-    tilings = ("kernel",) if small else tuple(TILINGS)
-    program.check(
-        [
-            (
-                name,
-                {"check": name, "heads": heads, "tokens": tokens, "slots": slots, "start": start},
-                "error",
-                functools.partial(check, seed, name, heads, tokens, slots, start, new, **options),
-            )
-            for name in tilings
-            for seed, (heads, tokens, slots, start, new, options) in enumerate(cases(small))
-        ]
-    )
-    if not small and not program.late(0.5):
-        found = program.tried("kernel", check_beyond_32_bits)
-        program.say({"check": "kernel", "cache": "beyond 2 ** 31 elements", "error": found})
-    names = ("xla", *tilings)
-    table = ["| heads | tokens at start | " + " | ".join(f"{n} us | {n} TFLOP/s" for n in names) + " |"]
-    table.append("|" + "---|" * (2 + 2 * len(names)))
-    for shape, tokens, start in timed(small):
-        if program.late(1):
-            program.say({"left out": f"timings from {shape}, {tokens} at {start} on"})
-            break
-        heads = shapes.SHAPES.get(shape, (2, 1))
-        cells = [f"{heads[0]}/{heads[1]}", f"{tokens} at {start}"]
-        for name in names:
-            if name in program.failed:
-                found = "failed before"
-            elif program.late(1):
-                found = "no time left"
-            else:
-                loops = (0, 1) if small else (1, 4) if name == "xla" else (3, 15)
-                found = program.tried(name, time_form, name, heads, tokens, start, loops, 1 if small else 4)
-            rate = flop(heads, tokens, start) / found / 1e6 if isinstance(found, float) else 0.0
-            program.say(
-                {"time": name, "heads": heads, "tokens": tokens, "start": start, "us": found, "tflop_per_s": rate}
-            )
-            cells += [f"{found:.0f}" if isinstance(found, float) else found, f"{rate:.0f}"]
-        table.append("| " + " | ".join(cells) + " |")
-    print("\n" + "\n".join(table))
+    program.check(checks(program.small))
+    program.time(times(program.small))
     program.end()
 
 

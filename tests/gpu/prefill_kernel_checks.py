@@ -9,6 +9,7 @@ the interpreter: that shows that the program works, and its times mean nothing.
 """
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.chunk_scan import chunk_scan, mosaic_gpu, shapes
 from tests.gpu.decode_kernel_checks import poison
-from tests.gpu.loops import microseconds
+from tests.gpu.loops import BYTES_PER_SECOND, interpreted, microseconds
 from tests.gpu.program import Program
 from tests.pallas_kernels.chunk_scan_cases import error, problem
 
@@ -33,15 +34,8 @@ def form(name: str, shape):
     """The compiled function of `problem`'s operands."""
     _, p, _, groups = shape
     if name == "mosaic_gpu" and jax.default_backend() != "gpu":
-        return functools.partial(_interpreted, groups=groups)
+        return functools.partial(interpreted, mosaic_gpu.chunk_scan, groups=groups)
     return jax.jit(lambda *o: chunk_scan(*o, groups=groups, head_dim=p, chunk=128, implementation=name))
-
-
-def _interpreted(*operands, groups):
-    from tests.pallas_kernels.interpreter import interpreter
-
-    with interpreter() as interpret:
-        return jax.block_until_ready(mosaic_gpu.chunk_scan(*operands, groups=groups, interpret=interpret))
 
 
 def parts(y, state, heads):
@@ -80,7 +74,7 @@ def check(seed, name, shape, batch, tokens, repeats=3) -> dict:
     return errors
 
 
-def time_form(name, shape, batch, tokens, loops, repeats=5) -> float:
+def time_form(name, shape, batch, tokens, loops, repeats) -> float:
     """Microseconds of one call in a loop on the device, each call on what the one before has left."""
     xbc, dt, a, d, state = problem(0, shape, batch, tokens)
     call, heads = form(name, shape), shape[0]
@@ -100,9 +94,10 @@ def time_form(name, shape, batch, tokens, loops, repeats=5) -> float:
 
 
 def floor_us(shape, batch, tokens) -> float:
-    """An H200's time to read x, B, C and dt and to write y, once, at 4.8 TB/s."""
+    """An H200's time to read x, B, C and dt and to write y, once."""
     heads, p, e, groups = shape
-    return batch * tokens * (2 * (heads * p + 2 * groups * e) + 4 * heads + 4 * heads * p) / 4.8e6
+    moved = batch * tokens * (2 * (heads * p + 2 * groups * e) + 4 * heads + 4 * heads * p)
+    return moved / BYTES_PER_SECOND * 1e6
 
 
 def cases(small: bool):
@@ -128,40 +123,30 @@ def timed(small: bool):
     yield "nemotron-h-8b", every["nemotron-h-8b"], 8, 2048
 
 
+def checks(small: bool) -> Iterator[tuple]:
+    """What `Program.check` takes."""
+    for seed, (name, shape, batch, tokens) in enumerate(cases(small)):
+        for form in ("xla", "mosaic_gpu"):
+            row = {"kernel": "chunk_scan", "shape": name, "form": form, "batch": batch, "tokens": tokens}
+            yield row, functools.partial(check, seed, form, shape, batch, tokens)
+
+
+def times(small: bool) -> Iterator[tuple]:
+    """What `Program.time` takes."""
+    for name, shape, batch, tokens in timed(small):
+        forms = {}
+        for form in FORMS:
+            loops = ((0, 1), 1) if small else ((2, 10), 5) if form == "reference" else ((4, 24), 5)
+            forms[form] = functools.partial(time_form, form, shape, batch, tokens, *loops)
+        floor = {"floor_us": floor_us(shape, batch, tokens)}
+        row = {"kernel": "chunk_scan", "shape": name, "batch": batch, "tokens": tokens}
+        yield row, forms, lambda us, floor=floor: floor
+
+
 def main() -> None:
     program = Program(__doc__)
-    small, failed = program.small, program.failed
-    program.check(
-        [
-            (
-                f"{which} of {name}",
-                {"check": which, "shape": name, "batch": batch, "tokens": tokens},
-                "error",
-                functools.partial(check, seed, which, shape, batch, tokens),
-            )
-            for seed, (name, shape, batch, tokens) in enumerate(cases(small))
-            for which in ("xla", "mosaic_gpu")
-        ]
-    )
-    table = []
-    for name, shape, batch, tokens in timed(small):
-        if program.late(1):
-            program.say({"left out": f"timings from {name}, {batch} x {tokens} on"})
-            break
-        us = {}
-        for which in FORMS:
-            fault = f"{which} of {name}"
-            loops = (1, 2) if small else (2, 10) if which == "reference" else (4, 24)
-            arguments = which, shape, batch, tokens, loops, 2 if small else 5
-            found = "failed" if fault in failed else program.tried(fault, time_form, *arguments)
-            us[which] = round(found, 1) if isinstance(found, float) else found
-        row = {"time": name, "batch": batch, "tokens": tokens, "us": us, "floor_us": floor_us(shape, batch, tokens)}
-        table.append(row)
-        program.say(row)
-    print(f"\n| shape | batch x tokens | {' us | '.join(FORMS)} us | floor us |\n|{'---|' * (3 + len(FORMS))}")
-    for row in table:
-        cells = " | ".join(str(row["us"][which]) for which in FORMS)
-        print(f"| {row['time']} | {row['batch']} x {row['tokens']} | {cells} | {row['floor_us']:.0f} |")
+    program.check(checks(program.small))
+    program.time(times(program.small))
     program.end()
 
 

@@ -22,8 +22,8 @@ from nemotron_jax.layers import router
 from pallas_kernels import selection
 from pallas_kernels.route import mosaic_gpu, route, shapes
 from tests.gpu.decode_kernel_checks import poison
-from tests.gpu.loops import microseconds
-from tests.gpu.program import Program
+from tests.gpu.loops import interpreted, microseconds
+from tests.gpu.program import LOOP_ALONE, Program
 
 FORMS = ("plain", "mosaic_gpu")
 CHAIN = 16  # calls in an iteration, whose own 7 us would hide them
@@ -62,15 +62,8 @@ def form(name: str, k: int, normalise: bool, scale: float) -> Any:
 
         return jax.jit(plain)
     if jax.default_backend() != "gpu":
-        return functools.partial(_interpreted, options)
+        return functools.partial(interpreted, mosaic_gpu.route, **options)
     return jax.jit(lambda *operands: route(*operands, **options, implementation="mosaic_gpu"))
-
-
-def _interpreted(options, *operands):
-    from tests.pallas_kernels.interpreter import interpreter
-
-    with interpreter() as interpret:
-        return jax.block_until_ready(mosaic_gpu.route(*operands, **options, interpret=interpret))
 
 
 def compare(found: tuple, wanted: tuple, relative: float) -> float:
@@ -115,11 +108,11 @@ def check(experts: int, k: int, rows: int, kind: str, repeats: int = 20, draws: 
     return worst
 
 
-def time_form(name: str, experts: int, k: int, rows: int, loops: tuple[int, int], repeats: int = 5) -> float:
-    """Microseconds of one call of CHAIN in an iteration of a loop on the device, each on what the one before has left.
-    ``nothing``: what is left of the loop without it."""
+def time_form(name: str, experts: int, k: int, rows: int, loops: tuple[int, int], repeats: int) -> float:
+    """Microseconds of one call of CHAIN in an iteration of a loop on the device, each on what the one before has
+    left."""
     logits, bias = problem(0, rows, experts, "normal")
-    call = None if name == "nothing" else form(name, k, True, 2.5)
+    call = None if name == LOOP_ALONE else form(name, k, True, 2.5)
 
     def body(_, carry):
         logits, bias = carry
@@ -150,38 +143,27 @@ def cases(small: bool) -> Iterator[tuple[str, int, int, int, str]]:
         yield from ((f"{k} of {experts}", experts, k, rows, kind) for kind in KINDS)
 
 
+def checks(small: bool) -> Iterator[tuple]:
+    """What `Program.check` takes."""
+    few = dict(repeats=2, draws=2) if small else {}
+    for name, experts, k, rows, kind in cases(small):
+        row = {"kernel": "route", "shape": name, "form": "mosaic_gpu", "rows": rows, "kind": kind}
+        yield row, functools.partial(check, experts, k, rows, kind, **few)
+
+
+def times(small: bool) -> Iterator[tuple]:
+    """What `Program.time` takes."""
+    loops = ((0, 1), 1) if small else ((8, 72), 5)
+    for rows in (1,) if small else (1, 8, 64, 4):
+        for name, shape in (SMALL if small else shapes.SHAPES).items():
+            forms = {form: functools.partial(time_form, form, *shape, rows, *loops) for form in (LOOP_ALONE, *FORMS)}
+            yield {"kernel": "route", "shape": name, "rows": rows}, forms, lambda us: {}
+
+
 def main() -> None:
     program = Program(__doc__)
-    small, failed = program.small, program.failed
-    few = dict(repeats=2, draws=2) if small else {}
-    program.check(
-        [
-            (
-                name,
-                {"check": name, "rows": rows, "kind": kind},
-                "largest difference",
-                functools.partial(check, experts, k, rows, kind, **few),
-            )
-            for name, experts, k, rows, kind in cases(small)
-        ]
-    )
-    table = []
-    for rows in (1,) if small else (1, 8, 64, 4):
-        for name, (experts, k) in (SMALL if small else shapes.SHAPES).items():
-            if program.late(1):
-                program.say({"left out": f"timings of {name}, {rows} rows"})
-                continue
-            us = {}
-            for which in ("nothing", *FORMS):
-                arguments = which, experts, k, rows, (1, 2) if small else (8, 72), 2 if small else 5
-                wrong = which == "mosaic_gpu" and name in failed
-                found = "failed" if wrong else program.tried(name, time_form, *arguments)
-                us[which] = round(found, 2) if isinstance(found, float) else found
-            table.append({"time": "route", "shape": name, "rows": rows, "us": us})
-            program.say(table[-1])
-    print(f"\n| shape | rows | {' us | '.join(('loop alone', *FORMS))} us |\n|{'---|' * 5}")
-    for row in table:
-        print(f"| {row['shape']} | {row['rows']} | {' | '.join(map(str, row['us'].values()))} |")
+    program.check(checks(program.small))
+    program.time(times(program.small))
     program.end()
 
 
