@@ -40,7 +40,7 @@ def random_weights(
     """
     arrays, read = [], random_reader(seed)
     for p in parameters:
-        if sum(math.prod(shape) for _, shape in p.layout.tensors()) <= SMALL:
+        if sum(map(math.prod, section_shapes(p.layout).values())) <= SMALL:
             arrays += assemble((p,), mesh, read, done)
         else:
             arrays.append(_draw(p.layout, jnp.dtype(p.dtype), mesh, seed))

@@ -28,8 +28,9 @@ NAMES = (
     "matvec",
     "route",
 )
-# Those that passed their checks (tests/gpu) on hardware, where alone some faults of such kernels show, and that were
-# measured to pay: at present all. A new one is left out until it has been there.
+# Those that were right on hardware, where alone some faults of such kernels show, in what was run of their checks
+# (benchmarks/decode and benchmarks/prefill say how many), and that were measured to pay: at present all. A new one is
+# left out until it has been there.
 AUTO = NAMES
 VARIABLE = "PALLAS_KERNELS"
 DEFAULT = "auto"

@@ -400,7 +400,7 @@ def several_gpus(count: int) -> list[Job]:
             "--collect-only",
         ),
     ]  # fmt: skip
-    if count > 2:  # its 241 GB of weights need two GPUs without room for anything else
+    if count > 2:  # two H200 have room for its 241 GB of weights and little else
         jobs.append(
             bench(
                 "decode_super",

@@ -28,14 +28,6 @@ from nemotron_jax.shapes import checkpoint_shapes
 from tests import tiny
 from tests.conftest import DATA, TINY
 
-SIZES = dict(
-    n_routed_experts=16,
-    num_experts_per_tok=3,
-    moe_intermediate_size=24,
-    moe_shared_expert_intermediate_size=48,
-    routed_scaling_factor=2.5,
-)
-LATENT = dict(SIZES, moe_latent_size=20)
 T = 13
 
 SLICES = ShardingRules()
@@ -140,12 +132,12 @@ def test_bfloat16_where_the_chosen_experts_agree(tp, plan, rule, count_case):
 
 # ------------------------------------------------------------------------------------------ degrees, meshes, plans
 MESHES = [
-    (2, 1, "none", "slices", SIZES),
-    (8, 1, "all/psum", "slices", LATENT),
-    (8, 1, "all/gather", "whole", SIZES),
-    (2, 2, "kinds:E/gather", "whole", LATENT),
-    (4, 2, "layers:g..p", "slices", SIZES),
-    (1, 2, "all", "whole", LATENT),
+    (2, 1, "none", "slices", tiny.EXPERTS),
+    (8, 1, "all/psum", "slices", tiny.LATENT_EXPERTS),
+    (8, 1, "all/gather", "whole", tiny.EXPERTS),
+    (2, 2, "kinds:E/gather", "whole", tiny.LATENT_EXPERTS),
+    (4, 2, "layers:g..p", "slices", tiny.EXPERTS),
+    (1, 2, "all", "whole", tiny.LATENT_EXPERTS),
 ]
 
 
@@ -181,7 +173,7 @@ def test_neither_part_is_counted_twice(zero, rules, count_case):
     outputs = {}
     for tensor in (1, 2, 4):
         model = NemotronH(
-            tiny.config(**LATENT, hybrid_override_pattern="E"), mesh=make_mesh(tensor), rules=rules, rngs=1
+            tiny.config(**tiny.LATENT_EXPERTS, hybrid_override_pattern="E"), mesh=make_mesh(tensor), rules=rules, rngs=1
         )
         path = ("layers", 0, "mixer", "down") if zero == "experts" else ("layers", 0, "mixer", "shared", "down")
         model.replace_weights({path: jnp.zeros_like(model.parameter(*path))})
@@ -195,7 +187,7 @@ def test_neither_part_is_counted_twice(zero, rules, count_case):
 @pytest.mark.parametrize("rule", RULES)
 def test_one_reduction_per_block(rule):
     """No second one for the latent width or the shared expert, and no other collective."""
-    shape = dict(LATENT, hybrid_override_pattern="EE")
+    shape = dict(tiny.LATENT_EXPERTS, hybrid_override_pattern="EE")
     model = tiny.model(4, fusion="none", rules=RULES[rule], **shape)
     program = model.forward_program(2, 3, masked=False, capacity=0)
     text = program.lower(*_abstract(model, 2, 3)).compile().as_text()
@@ -208,7 +200,7 @@ def _abstract(model, batch, tokens):
 
 
 def test_impossible_degrees_are_named():
-    shape = dict(SIZES, hybrid_override_pattern="E", moe_intermediate_size=20, n_routed_experts=12)
+    shape = dict(tiny.EXPERTS, hybrid_override_pattern="E", moe_intermediate_size=20, n_routed_experts=12)
     with pytest.raises(ValueError, match=r"moe_intermediate_size = 20 is not a multiple of 8.*\[1, 2, 4\]"):
         tiny.model(8, **shape)
     with pytest.raises(ValueError, match=r"n_routed_experts = 12 is not a multiple of 8.*\[1, 2, 3, 4, 6, 12\]"):
@@ -219,7 +211,7 @@ def test_impossible_degrees_are_named():
 @pytest.mark.parametrize("rule", RULES)
 def test_decode_reads_no_expert_that_no_token_chose(tensor, rule, count_case):
     """Experts that are not chosen hold NaN, which would pass through any product."""
-    shape = dict(LATENT, hybrid_override_pattern="E")
+    shape = dict(tiny.LATENT_EXPERTS, hybrid_override_pattern="E")
     model = NemotronH(tiny.config(**shape), mesh=make_mesh(tensor), rules=RULES[rule], fusion="none", rngs=2)
     ids = tiny.tokens(2, 1, 1)
     assert choose(1, 3, 16 // tensor) == "gather"
@@ -253,7 +245,9 @@ def test_which_form_a_rank_takes(rule, form, monkeypatch):
         monkeypatch.setitem(
             experts.IMPLEMENTATIONS, name, lambda *a, name=name: taken.append(name) or experts.dense(*a)
         )
-    model = NemotronH(tiny.config(**LATENT, hybrid_override_pattern="E"), mesh=make_mesh(4), rules=RULES[rule], rngs=2)
+    model = NemotronH(
+        tiny.config(**tiny.LATENT_EXPERTS, hybrid_override_pattern="E"), mesh=make_mesh(4), rules=RULES[rule], rngs=2
+    )
     model(tiny.tokens(2, 1, 1))
     assert set(taken) == {form}
 
@@ -372,7 +366,7 @@ def test_comparing_each_with_each_is_top_k(experts, k, tokens, count_case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_biases_near_64_that_differ_by_a_hundredth_still_choose(dtype, count_case):
     """In bfloat16 they would all be 64. A model keeps them in float32 whatever its own dtype."""
-    model = NemotronH(tiny.config(**SIZES, hybrid_override_pattern="E", dtype=dtype), rngs=3)
+    model = NemotronH(tiny.config(**tiny.EXPERTS, hybrid_override_pattern="E", dtype=dtype), rngs=3)
     router = ("layers", 0, "mixer", "router")
     order = np.random.default_rng(5).permutation(16)
     model.replace_weights(

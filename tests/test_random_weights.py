@@ -9,18 +9,11 @@ from nemotron_jax import NemotronH, ShardingRules, make_mesh, random_weights
 from nemotron_jax.parameters import pieces
 from tests import tiny
 
-EXPERTS = dict(
-    n_routed_experts=16,
-    num_experts_per_tok=3,
-    moe_intermediate_size=24,
-    moe_shared_expert_intermediate_size=48,
-    moe_latent_size=20,
-)
 SHAPES = {
     "dense": dict(hybrid_override_pattern="M*-"),
     "more ranks than groups": dict(hybrid_override_pattern="M*", n_groups=2, num_key_value_heads=2),
     "vocabulary that no degree divides": dict(hybrid_override_pattern="-", vocab_size=103),
-    "experts": dict(hybrid_override_pattern="ME", **EXPERTS),
+    "experts": dict(hybrid_override_pattern="ME", **tiny.LATENT_EXPERTS),
 }
 RULES = {
     "slices": ShardingRules(),

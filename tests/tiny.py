@@ -25,6 +25,15 @@ BASE = dict(
     hybrid_override_pattern="M*-",
     dtype="float32",
 )
+# What a block of experts needs besides, and with latent experts.
+EXPERTS = dict(
+    n_routed_experts=16,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    moe_shared_expert_intermediate_size=48,
+    routed_scaling_factor=2.5,
+)
+LATENT_EXPERTS = dict(EXPERTS, moe_latent_size=20)
 
 
 def config(**overrides) -> NemotronHConfig:

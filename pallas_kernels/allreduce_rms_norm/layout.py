@@ -4,10 +4,10 @@ import os
 
 import jax.numpy as jnp
 
+from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.rms_norm.windows import THREADS, Window, windows
 
 SMEM_BYTES = 220 * 1024
-SM_COUNT = 132
 MAX_SLOTS = 4
 # Ranks that share a GPU set this to 132 // ranks in their environment (scripts/launch_local.py does), so that the
 # blocks of all of them are resident together; a block that waits for one that cannot start waits for ever.
@@ -40,5 +40,5 @@ def slots_for(rows_per_block: int, row_bytes: int, reserved: int = 0) -> int:
 
 def blocks_for(rows: int, max_blocks: int | None) -> int:
     """Thread blocks for `rows` rows: all must be resident at once, since they wait for their peers."""
-    cap = max_blocks or int(os.environ.get(MAX_BLOCKS_VARIABLE, SM_COUNT))
-    return max(1, min(rows, SM_COUNT, cap))
+    cap = max_blocks or int(os.environ.get(MAX_BLOCKS_VARIABLE, MULTIPROCESSORS))
+    return max(1, min(rows, MULTIPROCESSORS, cap))

@@ -28,11 +28,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.narrow import store
 
 CHUNK = 64
 SHARED_BYTES = 227 << 10  # of a block
-PROCESSORS = 132  # of an H100 or H200
 MOST_SEGMENTS = 16
 
 MATRIX = plgpu.Layout.WGMMA
@@ -74,7 +74,7 @@ def cut(*, batch: int, tokens: int, heads: int, head_dim: int, state_size: int, 
 
     def cost(segments):
         """In chunks; the walk that computes states alone is some 2/5 of one."""
-        rounds = pl.cdiv(blocks * segments, PROCESSORS)
+        rounds = pl.cdiv(blocks * segments, MULTIPROCESSORS)
         return rounds * pl.cdiv(chunks, segments) * (1.4 if segments > 1 else 1.0) + segments / 4
 
     segments = min(range(1, min(MOST_SEGMENTS, chunks) + 1), key=cost)

@@ -26,12 +26,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.narrow import load, store
 
 QUERIES = 64  # rows of a product; query heads of a KV head are the first of them
 TILE = 64  # slots
 STAGES = 2  # tiles in shared memory
-BLOCKS = 2 * 132  # that an H200 runs at once
+BLOCKS = 2 * MULTIPROCESSORS  # that run at once
 LONGEST = 4096  # slots of a split where the cache allows shorter ones: rows differ in length
 MOST_SPLITS = 64
 

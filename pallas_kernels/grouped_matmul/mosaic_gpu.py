@@ -18,7 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-MULTIPROCESSORS = 132  # of H100 and H200; a kind with fewer runs the blocks that are left afterwards
+from pallas_kernels.hopper import MULTIPROCESSORS
+
 DEPTH = 64  # inputs of one step: 128 bytes of bfloat16, the widest swizzle
 WIDTH = 64  # outputs of one tensor core instruction and of one store
 

@@ -23,12 +23,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import MULTIPROCESSORS
 from pallas_kernels.narrow import load, store
 
 TILE = 64  # channels
 UNIT = 64  # states of a tile that are in registers at once, at most
 PORTABLE_CLUSTER = 8
-MULTIPROCESSORS = 132  # of H100 and H200; a kind with fewer lets some blocks wait
 SHARED_BYTES = 216 * 1024  # for states
 
 MATRIX = plgpu.Layout.WGMMA_8BIT  # [channels, states]: a thread holds 4 neighbours, 16 bytes of float32
@@ -105,6 +105,7 @@ def mamba_step(
     tiles = group_channels // TILE // blocks
     dtype = zxbcdt.dtype
     low, high = time_step_limit
+    # States that are in registers at once: a divisor of e in steps of 16, the least that the layout holds.
     unit = next(n for n in range(min(e, UNIT), 0, -16) if e % n == 0)
     slots = slots or slots_of(tiles, TILE * e * state.dtype.itemsize, rows * groups * blocks)
 

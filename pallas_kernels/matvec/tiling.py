@@ -2,7 +2,8 @@
 
 import dataclasses
 
-MULTIPROCESSORS = 132  # of H100 and H200; a kind with fewer runs the blocks that are left afterwards
+from pallas_kernels.hopper import MULTIPROCESSORS
+
 GROUP = 8  # rows of a swizzled group, outputs as well as rows of x
 HEIGHT = 64  # outputs of one tensor core instruction
 HIGHEST = 256  # outputs of a tile: the largest side of a TMA box

@@ -109,8 +109,10 @@ class Program:
         left = {what: kernels.total() for what, kernels in self._left.items()}
         if any(left.values()):
             self._say({"no time left": {what: dict(kernels) for what, kernels in self._left.items()}})
-        all_ran = any(self._ran.values()) and not any(left.values())
-        right = "all right" if all_ran else "all right as far as it went"
+        if not any(self._ran.values()):
+            right = "nothing ran"
+        else:
+            right = "none that ran failed" if any(left.values()) else "all right"
         found = [
             f"{self._ran['checks']} checks and {self._ran['times']} times ran",
             f"{left['checks']} checks and {left['times']} times not run for lack of time",
