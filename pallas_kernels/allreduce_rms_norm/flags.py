@@ -45,6 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.allreduce_rms_norm import layout
 from pallas_kernels.allreduce_rms_norm.flags_state import FlagsState, table_words
+from pallas_kernels.inline import lasting
 from pallas_kernels.rms_norm import rows
 from pallas_kernels.rms_norm.windows import THREADS, Window
 from pallas_kernels.rms_norm.windows import windows as cut
@@ -159,9 +160,9 @@ def _send(
     @plgpu.inline_mgpu(
         arg_types=(
             [rows.registers(window) for window in windows],
-            plgpu.RefType(),
-            plgpu.RefType(),
-            plgpu.RefType(),
+            lasting(),
+            lasting(),
+            lasting(),
             plgpu.Layout.WG_SPLAT,
             plgpu.Layout.WG_SPLAT,
         )
@@ -244,7 +245,7 @@ def _receive(values, sources, tag, own_rank, windows, batch) -> list[jax.Array]:
     @plgpu.inline_mgpu(
         arg_types=(
             [rows.registers(windows[w]) for _, w in batch],
-            [plgpu.RefType()] * len(ranks),
+            [lasting()] * len(ranks),
             plgpu.Layout.WG_SPLAT,
             plgpu.Layout.WG_SPLAT,
         ),
@@ -318,7 +319,7 @@ def _store_scalar(target: Any, value: jax.Array) -> None:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    @plgpu.inline_mgpu(arg_types=(lasting(), plgpu.Layout.WG_SPLAT))
     def emit(ctx, target, value):
         del ctx
         utils.warpgroup_barrier()

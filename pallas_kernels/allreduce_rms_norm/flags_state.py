@@ -220,11 +220,13 @@ def write_addresses(stage: jax.Array, control: jax.Array, axis_name: str, world:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm
 
+    from pallas_kernels.inline import lasting
+
     def kernel(stage_ref, control_ref, done_ref):
         rank = jax.lax.axis_index(axis_name)
         stages = [plgpu.remote_ref(stage_ref, {axis_name: jnp.int32(other)}) for other in range(world)]
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, plgpu.RefType(), [plgpu.RefType()] * (1 + world)))
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, lasting(), [lasting()] * (1 + world)))
         def write(ctx, rank, control, stages):
             del ctx
             i64 = ir.IntegerType.get_signless(64)

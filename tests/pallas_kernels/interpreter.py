@@ -10,8 +10,8 @@ to look for:
   device go while a peer still reads from it then produces NaN;
 * a deadlock is an error after a minute instead of a hang.
 
-It also lacks two forms of matrix products (wgmma): the left operand in registers, and an accumulator that starts from a
-value (`pl.run_state` of `plgpu.ACC.init`). Products are computed at once, so a missing wait is not seen.
+It also lacks two forms of matrix products (wgmma): the left operand in registers (before jax 0.12.1), and an accumulator
+that starts from a value (`pl.run_state` of `plgpu.ACC.init`). Products are computed at once, so a missing wait is not seen.
 
 Inline code (plgpu.inline_mgpu) is skipped by the interpreter. Kernels run under `shard_map(check_vma=False)` only.
 """
@@ -302,9 +302,10 @@ def _add_primitives():
     handlers = {
         "semaphore_signal_p": _interpret_signal,
         "semaphore_wait_p": _interpret_wait,
-        "wgmma_ref_p": _interpret_product,
         "run_state_p": _interpret_run_state,
     }
+    if "a_is_value" not in inspect.signature(gpu_callbacks.wgmma).parameters:
+        handlers["wgmma_ref_p"] = _interpret_product
 
     def cases(name):
         return " | ".join(f"{label}.{name}" for label, module in modules.items() if hasattr(module, name))
