@@ -10,8 +10,9 @@ to look for:
   device go while a peer still reads from it then produces NaN;
 * a deadlock is an error after a minute instead of a hang.
 
-It also lacks two forms of matrix products (wgmma): the left operand in registers (before jax 0.12.1), and an accumulator
-that starts from a value (`pl.run_state` of `plgpu.ACC.init`). Products are computed at once, so a missing wait is not seen.
+It also lacks two forms of matrix products (wgmma): the left operand in registers (before jax 0.12.1), and an
+accumulator that starts from a value (`pl.run_state` of `plgpu.ACC.init`). Products are computed at once, so a missing
+wait is not seen.
 
 Inline code (plgpu.inline_mgpu) is skipped by the interpreter. Kernels run under `shard_map(check_vma=False)` only.
 """
