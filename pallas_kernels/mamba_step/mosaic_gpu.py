@@ -15,6 +15,7 @@ same one; sums over the state are then two shuffles and need no shared memory.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -160,7 +161,9 @@ def mamba_step(
             return silu(y if bias is None else y + bias).astype(dtype).astype(jnp.float32)
 
         if e % 128 == 0:
-            pieces = [(0, e, plgpu.Layout.WG_STRIDED((e,), vec_size=e // 128))]
+            # Neighbours are loaded together where all rows begin at a multiple of them: heads may be odd in number.
+            together = math.gcd(e // 128, zxbcdt.shape[1], window.shape[2])
+            pieces = [(0, e, plgpu.Layout.WG_STRIDED((e,), vec_size=together))]
         else:
             pieces = [(min(i, e - TILE), TILE, ROW) for i in range(0, e, TILE)]
         starts = [

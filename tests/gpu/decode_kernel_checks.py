@@ -272,6 +272,7 @@ def cases():
     yield every["nemotron-h-8b, 8 ranks"], 7, "float16", "bfloat16", {"limit": (0.01, 0.2)}
     yield (6, 32, 64, 3), 2, "float32", "float32", {}
     yield (8, 80, 96, 2), 3, "bfloat16", "float32", {}
+    yield (5, 64, 256, 1), 4, "bfloat16", "float32", {}  # rows that begin at odd places
     yield every["nemotron-h-8b"], 129, "bfloat16", "float32", {"repeats": 2}
 
 
