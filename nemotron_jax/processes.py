@@ -175,6 +175,9 @@ def join(how: Settings | None) -> None:
     state = distributed.global_state
     if state.num_processes == 1:
         return
+    # With jax 0.12.1 a collective on CPUs waits for ever if its program was traced behind different lines of Python in
+    # two processes, as it is where one leads and the others follow; so programs do not say where they come from.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     undertaker = _Undertaker(state.process_id, state.coordinator_address) if state.process_id else None
     _quiet_output(state.process_id)
     _watch = _Watch(state.client, state.process_id, state.num_processes, how, undertaker)
