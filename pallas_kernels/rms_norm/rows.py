@@ -62,7 +62,7 @@ def each_row(rows_per_block: int, body) -> None:
     if rows_per_block == 1:
         body(jnp.int32(0))
     else:
-        lax.fori_loop(0, rows_per_block, lambda i, _: body(i), None)
+        lax.fori_loop(jnp.int32(0), jnp.int32(rows_per_block), lambda i, _: body(i), None)
 
 
 def compiler_params(**kwargs) -> plgpu.CompilerParams:

@@ -122,6 +122,14 @@ def test_probe_and_addresses(count_case):
         count_case()
 
 
+@pytest.mark.parametrize("implementation", PEER_MEMORY)
+def test_with_64_bit_numbers(implementation, count_case):
+    """Blocks that go through many rows."""
+    with jax.enable_x64(True):
+        check_text(lower(implementation, cases.mesh(2), 4096, 4096), implementation)
+    count_case()
+
+
 def test_calls_of_one_shape_share_their_lowering():
     """52 layers must not take 52 times as long to lower: they call one function of the module."""
     mesh = cases.mesh(2)

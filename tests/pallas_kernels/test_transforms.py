@@ -97,6 +97,16 @@ def test_gradient_is_the_references(name, monkeypatch, count_case):
     count_case()
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_lowers_with_64_bit_numbers(name, count_case):
+    operands, options = CASES[name]()
+    run = getattr(importlib.import_module(f"pallas_kernels.{name}.api"), name)
+    with jax.enable_x64(True):
+        call = jax.jit(lambda *operands: run(*operands, **options, implementation="mosaic_gpu"))
+        assert "mosaic_gpu_v2" in call.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    count_case()
+
+
 def test_over_a_mesh_with_integers_and_none():
     """Types that differ over mesh axes, an operand that is not there, one that has no gradient."""
     mesh, spec = make_mesh(2), jax.sharding.PartitionSpec("tensor")
